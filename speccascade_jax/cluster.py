@@ -2,7 +2,8 @@
 outlives another.
 
     with joined(arguments.cluster) as job:
-        texts = job.share(lambda: read(arguments.input))  # read by the first process, shared with all ...
+        texts = job.share(lambda: read(arguments.input))  # read by the first process, shared with all
+        ...
 
 Devices exchange arrays by JAX's collectives, in which a process waits for all others. Messages and notices
 that a process has ended use a TCP connection from each process to the first one.

@@ -49,25 +49,25 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         if family.published_file is not None
     },
 }
-"""The file by which a format is known -> what reads a folder of it, and what reads only the model's shape."""
+"""The file that identifies a format -> functions that read a folder, and only the model's config."""
 FORMATS: dict[str, Callable[..., None]] = {
     "huggingface": huggingface.save,
     "t5x": t5x.save,
     "native": native.export,
 }
-UNFINISHED = ".unfinished"  # ends the name of a folder that save() has not completed
+UNFINISHED = ".unfinished"  # suffix of a folder that save() has not completed
 SAVED = "float32", "bfloat16", "float16"
 LOADED = *SAVED, "int8"
 
 
 class Checkpoint(NamedTuple):
-    model: Any  # a LanguageModel; of a network, a Member
-    params: nnx.State  # of a network, all of it
-    tokenizer: Path | None  # spiece.model, tokenizer.model or tokenizer.json; T5X's own folders have neither
+    model: Any  # a LanguageModel; for a network, a Member
+    params: nnx.State  # for a network, those of all members
+    tokenizer: Path | None  # spiece.model, tokenizer.model or tokenizer.json; T5X has none
     path: str
 
     def tokenizer_file(self) -> Path:
-        """The tokenizer. Raises ValueError with the remedy if the checkpoint came without one."""
+        """The tokenizer. Raises ValueError, with the remedy, if the checkpoint has none."""
         if self.tokenizer is None:
             raise ValueError(missing_tokenizer(self.path))
         return self.tokenizer
@@ -78,15 +78,15 @@ def is_remote(path: str | Path) -> bool:
 
 
 def at_hub(path: str | Path) -> str:
-    """The path as load() takes it: OWNER/NAME is a model at the Hugging Face hub unless there is such a
-    folder."""
+    """The path in the form that load() takes. OWNER/NAME is a model on the Hugging Face hub unless such a
+    folder exists."""
     name = str(path)
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(split_member(name)[0]).exists()
     return f"hf://{name}" if is_name else name
 
 
 def from_hub(name: str) -> str:
-    """The local copy of a Hugging Face model, fetched if it is not there yet.
+    """The local copy of a Hugging Face model, downloaded if necessary.
 
     Raises ValueError if the optional huggingface_hub is not installed or the hub cannot be reached.
     """
@@ -96,19 +96,20 @@ def from_hub(name: str) -> str:
         raise ValueError(f"to fetch {name} from the hub: pip install 'speccascade_jax[hub]'.") from None
     try:
         wanted = ["*.safetensors*", "config.json", *tokenizer_files.NAMES, *tokenizer_files.COMPANIONS]
-        twice = ["consolidated*", "original/*"]  # the weights once more, as their authors keep them
+        twice = ["consolidated*", "original/*"]  # copies of the weights in the authors' format
         folder = snapshot_download(name, allow_patterns=wanted, ignore_patterns=twice)
         if not any(Path(folder).glob("*.safetensors")):
             folder = snapshot_download(name, allow_patterns=[*wanted, huggingface.TORCH_FILE])
         return folder
-    except Exception as error:  # the hub's client raises many kinds, from DNS to authorisation
+    except Exception as error:  # the hub's client raises many types, from DNS errors to authorisation
         raise ValueError(
             f"cannot fetch {name} from the Hugging Face hub ({reason(error)}); give a local folder instead."
         ) from None
 
 
 def local_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint on this machine, or at the hub. Raises ValueError if there is none."""
+    """The local folder of a checkpoint, downloaded from the hub if necessary. Raises ValueError if there is
+    none."""
     folder = checked_path(path)
     if str(path).startswith("hf://"):
         folder = Path(from_hub(str(path).removeprefix("hf://")))
@@ -144,20 +145,20 @@ def load(
     packed: bool = False,
     track: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
 ) -> Checkpoint:
-    """Loads a training run (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a Gemma as
-    DeepMind publishes it.
+    """Loads a training run (Orbax), a Hugging Face folder (safetensors), a T5X directory, or a Gemma in
+    DeepMind's format.
 
     FOLDER@4 is the exit after 4 layers of the network in FOLDER, and FOLDER@drafter is the drafter that reads
-    its verifier's encoder; the folder without a name is a network's full model. hf://ORGANISATION/NAME is
-    fetched from the hub; gs:// is read in place (T5X, or Orbax with gcsfs). Parameters have this `dtype`, and
-    each is placed by `sharding(path, shape)` if given. With `config` (for example a preset), the model must
-    have that shape, except for dropout. `packed` parameters have the layout that decodes fastest, and cannot
-    be used otherwise. `track(arrays, their number)` shows progress. Raises ValueError saying what is missing,
+    its verifier's encoder; FOLDER alone is a network's full model. hf://ORGANISATION/NAME is downloaded from
+    the hub; gs:// is read in place (T5X, or Orbax with gcsfs). Parameters have `dtype`, and are placed by
+    `sharding(path, shape)` if given. With `config` (for example a preset), the model must have that shape,
+    except for dropout. `packed` parameters have the layout that decodes fastest, and can only be used for
+    decoding. `track(arrays, number of arrays)` shows progress. Raises ValueError naming what is missing,
     damaged or does not fit.
     """
     path, name = split_member(path)
     place = Placement(checked_dtype(dtype, LOADED), sharding, packed, track)
-    if name is not None:  # before anything large is read
+    if name is not None:  # before reading anything large
         member(model_for(config_of(path), dtype), name, path)
     loaded: tuple[Any, nnx.State]
     if not path.startswith("gs://"):
@@ -180,10 +181,10 @@ def load_all(
     sharding: Callable[[str], Sharding | None] = lambda folder: None,
     decoding: bool = False,
 ) -> list[Checkpoint]:
-    """Loads each of `paths` as load() does; members of one folder share its parameters, which are read once.
+    """Loads each of `paths` with load(). Members of one folder share its parameters, which are read once.
 
     sharding(folder): the sharding of a folder's parameters. decoding: parameters have the layout that decodes
-    fastest on this machine, with packed kernels or stacked layers, and cannot be used otherwise.
+    fastest on this machine (packed kernels or stacked layers), and can only be used for decoding.
     """
     read: dict[str, Checkpoint] = {}
     places = [split_member(path) for path in paths]
@@ -203,7 +204,7 @@ class Attached(NamedTuple):
     """A drafter that only works as a member of one network with its verifier."""
 
     name: str
-    verifier: type  # of the model that it drafts for
+    verifier: type  # the class of the model that it drafts for
     verifier_name: str
     joined: Callable[[Any, Any, Any], Any]
     """joined(where, drafter, verifier): the network of both. Raises ValueError for another verifier."""
@@ -245,14 +246,14 @@ def with_attached(
 
 
 def split_member(path: str | Path) -> tuple[str, str | None]:
-    """(folder, name) of FOLDER@NAME; no name if there is none, or if a folder has that whole name."""
+    """(folder, name) of FOLDER@NAME. The name is None if there is none or if a folder has that whole name."""
     folder, _, name = str(path).rpartition("@")
     is_folder = not is_remote(path) and exists(checked_path(path))
     return (str(path), None) if is_folder or not (folder and name) or "/" in name else (folder, name)
 
 
 def checked_dtype(dtype: Any, known: tuple[str, ...]) -> Any:
-    """The dtype. Raises FieldError if it is not in `known`."""
+    """Returns the dtype. Raises FieldError if it is not in `known`."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -270,7 +271,7 @@ def model_for(config: Config, dtype: Any) -> Model:
 
 
 def config_of(path: str) -> Config:
-    """A model's config, read without its parameters. Raises ValueError if no file in the folder has it."""
+    """A model's config, read without its parameters. Raises ValueError if the folder has none."""
     path, _ = split_member(path)
     if path.startswith("gs://"):
         return t5x.read_config(path) if t5x.exists_at(path) else native.read_config(native.remote(path))
@@ -295,7 +296,7 @@ def missing_tokenizer(path: str) -> str:
 
 
 def check_shape(path: str, config: Config, expected: Config) -> None:
-    """Raises ValueError with the fields in which two configs differ, except for dropout."""
+    """Raises ValueError naming the fields in which two configs differ, except for dropout."""
     a, b = (traverse_util.flatten_dict(native.shape_of(c), sep=".") for c in (config, expected))
     different = [
         f"{name} is {a[name]}, not {b.get(name)}"
@@ -309,7 +310,7 @@ def check_shape(path: str, config: Config, expected: Config) -> None:
 
 
 def check_absent(path: str | Path) -> None:
-    """Raises ValueError if the folder of save() exists already, or cannot be made."""
+    """Raises ValueError if the folder for save() already exists or cannot be created."""
     folder = checked_path(path).absolute()
     if os.path.lexists(folder):
         raise ValueError(f"{path} exists already: delete it or choose another folder.")
@@ -360,7 +361,7 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
                 tokenizer_files.copy(checkpoint.tokenizer, beside)
             beside.rename(path)
     except Exception as error:  # each format's library has its own exceptions for a full disk
-        for pause in (0.1, 0.4):  # threads of the format's library may still write
+        for pause in (0.1, 0.4):  # threads of the format's library may still be writing
             shutil.rmtree(beside, ignore_errors=True)
             time.sleep(pause)
         raise ValueError(f"cannot write {path}: {reason(error)}") from None
@@ -370,8 +371,8 @@ def save(path: str | Path, checkpoint: Checkpoint, to: str, dtype: Any = jnp.flo
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder that remove_unfinished() leaves alone while it is open. The kernel holds the lock and
-    releases it when the process ends. If a file system has no locks, nothing is removed."""
+    """Creates a folder that remove_unfinished() does not remove while this context is open. The kernel
+    releases the lock when the process ends. On file systems without locks, nothing is removed."""
     handle = -1
     while handle < 0:
         folder.mkdir()

@@ -1,5 +1,5 @@
-"""Code that all formats share: reading zarr arrays one at a time, converting them to parameters, and one-line
-errors."""
+"""Code shared by all formats: reads zarr arrays one at a time, converts them to parameters, and shortens
+errors to one line."""
 
 import dataclasses
 import math
@@ -40,18 +40,18 @@ def open_directory(path: str) -> Any:
             "bucket": bucket,
             "path": f"{inside}/".lstrip("/"),
             "gcs_request_retries": {"max_retries": 4},
-        }  # 15 seconds; by default a quarter of an hour
+        }  # 15 seconds instead of 15 minutes
     return tensorstore.KvStore.open(where).result()
 
 
 def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[str, Any]:
-    """Name -> open TensorStore of the zarr arrays that lie in `folders` (by name) of a KvStore.
+    """Name -> open TensorStore of the zarr array in folders[name] of a KvStore.
 
-    Only their headers are read. Raises ValueError naming one that is missing or damaged.
+    Reads only the headers. Raises ValueError naming an array that is missing or damaged.
     """
     import tensorstore
 
-    # Each thread that reads or decompresses keeps its own memory.
+    # Every thread that reads or decompresses keeps its own memory.
     context = tensorstore.Context(
         {"file_io_concurrency": {"limit": 1}, "data_copy_concurrency": {"limit": 1}}
     )
@@ -61,10 +61,10 @@ def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[s
             "driver": "zarr",
             "kvstore": (directory / f"{folder}/").spec().to_json(),
             "fill_missing_data_reads": False,
-        }  # else missing chunks read as zeros
+        }  # otherwise missing chunks read as zeros
         opening[name] = tensorstore.open(spec, open=True, read=True, context=context)
     opened = {}
-    for name, array in opening.items():  # all are on their way by now: one by one is slow at gs://
+    for name, array in opening.items():  # all are opened in parallel, because gs:// is slow
         try:
             opened[name] = array.result()
         except ValueError as error:
@@ -75,7 +75,7 @@ def open_arrays(path: str, directory: Any, folders: Mapping[str, str]) -> dict[s
 
 
 def stored_array(path: str, name: str, array: Any) -> "Stored":
-    """An open TensorStore, of which parts are read."""
+    """An open TensorStore as an array that is read in parts."""
     return Stored(
         array.shape,
         array.dtype.numpy_dtype,
@@ -84,8 +84,8 @@ def stored_array(path: str, name: str, array: Any) -> "Stored":
 
 
 def chunks(shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """The shape of an array's stored chunks, of at most CHUNK bytes if the array can be halved so often.
-    Reading a part of the array then reads little more than that part."""
+    """The shape of an array's stored chunks, made by halving to at most CHUNK bytes if possible. Reading a
+    part of the array then reads little more than that part."""
     sizes = list(shape)
     while math.prod(sizes) * itemsize > CHUNK and any(size % 2 == 0 for size in sizes):
         longest = max((size, axis) for axis, size in enumerate(sizes) if size % 2 == 0)[1]
@@ -98,7 +98,7 @@ def read_array(path: str, name: str, array: Any) -> np.ndarray:
     import tensorstore
 
     try:
-        values = np.empty(array.shape, array.dtype.numpy_dtype)  # of this thread's memory
+        values = np.empty(array.shape, array.dtype.numpy_dtype)  # allocated by this thread
         tensorstore.array(values).write(array).result()
         return values
     except MemoryError:
@@ -115,7 +115,7 @@ def checksum(array: np.ndarray) -> int:
 
 
 def check(name: str, array: np.ndarray, expected: int | None) -> None:
-    """Raises ValueError if an array is not the one whose checksum was written, if any was."""
+    """Raises ValueError if an array does not have the `expected` checksum, unless that is None."""
     if expected is not None and checksum(array) != expected:
         raise ValueError(
             f"{name} holds values other than those written (its checksum differs): the file is "
@@ -124,14 +124,14 @@ def check(name: str, array: np.ndarray, expected: int | None) -> None:
 
 
 CHUNK = 2**20
-"""Bytes of an array that are stored as one."""
+"""The largest stored chunk of an array, in bytes."""
 Index = tuple[slice, ...]
 """A box of an array: a slice along each axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array in a file, of which only those parts are read that are asked for."""
+    """An array in a file that is read in parts, on demand."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -150,19 +150,19 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How parameters are placed on the devices: their dtype, their sharding, and whether the kernels are
-    packed for decoding. With int8 they are packed, and everything else is bfloat16."""
+    """How parameters are placed on the devices: their dtype, their sharding, and whether kernels are packed
+    for decoding. With int8, kernels are packed and everything else is bfloat16."""
 
     dtype: Any = jnp.float32
     sharding: Sharding | None = None
     packed: bool = False
     track: Callable[[Iterable[Any], int], Iterable[Any]] | None = None
-    """Shows progress: track(arrays, their number) yields the arrays as they are read."""
+    """Shows progress: track(arrays, number of arrays) yields the arrays as they are read."""
 
     def takes_part(self, path: ParameterPath, shape: tuple[int, ...]) -> bool:
-        """Whether the devices of this process hold only a part of a parameter that can be converted without
-        the rest."""
-        if self.sharding is None or jnp.dtype(self.dtype) == jnp.int8:  # its scales are whole columns'
+        """Whether this process's devices hold only a part of a parameter, which can be converted without the
+        rest."""
+        if self.sharding is None or jnp.dtype(self.dtype) == jnp.int8:  # its scales need whole columns
             return False
         where = self.sharding(path, shape)
         return not (where.is_fully_addressable or where.is_fully_replicated)
@@ -170,8 +170,8 @@ class Placement:
     def __call__(
         self, path: ParameterPath, array: np.ndarray | Stored, tied: bool
     ) -> jax.Array | PackedKernel:
-        """A host array on the devices. `tied`: the embedding is also the kernel of the logits. Integers are
-        not converted."""
+        """Places a host array on the devices. `tied`: the embedding is also the kernel of the logits.
+        Integers are not converted."""
         if isinstance(array, Stored):
             return self._parts(path, array, tied)
         if jnp.issubdtype(array.dtype, jnp.integer):
@@ -195,7 +195,7 @@ class Placement:
         return PackedKernel(put_parts(values, where.sharding, where.dtype), None, wanted.transposed)
 
     def described(self, path: ParameterPath, shape: tuple[int, ...], tied: bool) -> Any:
-        """The shapes and shardings of the result of __call__() for an array of that shape, or of one with a
+        """The shapes and shardings of the result of __call__() for an array of that shape, possibly with a
         leading axis of layers."""
         where = None if self.sharding is None else self.sharding(path, shape)
         every, whole = tuple(range(len(shape))), jnp.dtype(self.dtype) == jnp.int8
@@ -220,7 +220,7 @@ class Placement:
 
 
 def check_order(name: str, array: np.ndarray, vocab_size: int) -> None:
-    """Raises ValueError unless an array is an order of its places."""
+    """Raises ValueError unless an array is a permutation of its indices."""
     if not np.issubdtype(array.dtype, np.integer) or (np.sort(array) != np.arange(array.size)).any():
         raise ValueError(
             f"{name} does not hold each number below {array.size} once: the file is damaged, fetch it again."
@@ -228,7 +228,7 @@ def check_order(name: str, array: np.ndarray, vocab_size: int) -> None:
 
 
 def check_offsets(name: str, array: np.ndarray, vocab_size: int) -> None:
-    """Raises ValueError unless an array, added to its places, gives as many different tokens."""
+    """Raises ValueError unless an array, added to its indices, gives distinct tokens."""
     tokens = array + np.arange(array.size) if np.issubdtype(array.dtype, np.integer) else np.full(1, -1)
     if tokens.min() < 0 or tokens.max() >= vocab_size or np.unique(tokens).size != array.size:
         raise ValueError(
@@ -241,17 +241,16 @@ WHOLE_NUMBERS: dict[Any, Callable[[str, np.ndarray, int], None]] = {
     "order": check_order,
     "offsets": check_offsets,
 }
-"""The check of an array of whole numbers, by the last part of its path: (its name, it, the vocabulary)."""
+"""The check(name, array, vocab_size) of an integer array, by the last part of its path."""
 
 
 def head_of(path: ParameterPath) -> ParameterPath:
-    """The path of the head that belongs to an embedding's part of a network, unless the embedding is the
-    head."""
+    """The path of the untied head that belongs to the embedding at `path`."""
     return *path[:-1], "head", "kernel"
 
 
 def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
-    """The array on the devices, each with its own part only.
+    """Puts an array on the devices, each of which gets only its part.
 
     The copy is complete when this returns; otherwise JAX would copy in the background and hold several arrays
     at once.
@@ -262,7 +261,7 @@ def put(array: np.ndarray, where: jax.sharding.Sharding | None) -> jax.Array:
 
 
 def put_parts(array: Stored, where: jax.sharding.Sharding, dtype: Any) -> jax.Array:
-    """An array in `dtype` on the devices, of which this process reads what its devices hold: at once where
+    """Puts an array in `dtype` on the devices. This process reads only what its devices hold: in one piece if
     that is a box, else part by part."""
     places = where.addressable_devices_indices_map(array.shape).values()
     parts = {ends_of(index, array.shape) for index in places if index is not None}
@@ -282,7 +281,7 @@ def put_parts(array: Stored, where: jax.sharding.Sharding, dtype: Any) -> jax.Ar
 
 
 def ends_of(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The beginning and end of a box along each axis of an array."""
+    """The start and end of a box along each axis of an array."""
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
 
 
@@ -292,7 +291,7 @@ def size_of(ends: Iterable[tuple[int, int]]) -> int:
 
 
 def finite(name: str, array: np.ndarray | Stored) -> np.ndarray | Stored:
-    """The array. Raises ValueError if it, or a part of it that is read, holds NaN or infinity."""
+    """Returns the array. Raises ValueError if it, or a part that is read, contains NaN or infinity."""
     if isinstance(array, Stored):
         read = array.read
         return dataclasses.replace(array, read=lambda index: np.asarray(finite(name, read(index))))
@@ -306,8 +305,8 @@ def to_params(
 ) -> nnx.State:
     """The model's parameters from (path, name in the file, array) triples.
 
-    One host array is alive at a time if `arrays` keeps none. Raises ValueError if one holds integers, NaN or
-    infinity, which is all that can be checked in a file without checksums.
+    Only one host array is alive at a time if `arrays` keeps none. Raises ValueError for integers, NaN and
+    infinity; in a file without checksums, nothing more can be checked.
     """
     params = model.abstract_params()
     flat = dict(nnx.to_flat_state(params))

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants in Hugging Face folders, and with their verifiers in ours."""
+"""Gemma 4's assistants in Hugging Face folders, and with their verifiers in our format."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def read_config(where: Path, content: dict[str, Any]) -> AssistantConfig:
 
 
 def check(where: Any, config: AssistantConfig) -> None:
-    """Raises ValueError naming what no assistant can have."""
+    """Raises ValueError naming a value that no assistant can have."""
     check_fields(where, AssistantConfig, dataclasses.asdict(config))
     c, wrong = config, gemma4.wrong_sizes(config)
     if c.num_writers:
@@ -89,7 +89,7 @@ def check(where: Any, config: AssistantConfig) -> None:
 
 
 def describe(config: AssistantConfig) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for an assistant that transformers' code cannot be."""
+    """The content of config.json. Raises ValueError for an assistant that transformers cannot represent."""
     text = gemma4.described(config) | {"vocab_size_per_layer_input": 0}
     del text["architectures"]
     content = {
@@ -129,7 +129,7 @@ def joined(where: Any, drafter: AssistantModel, verifier: Any) -> AssistedModel:
 
 
 def check_assisted(where: Any, config: AssistedConfig) -> None:
-    """Raises ValueError naming where an assistant is not that of its verifier."""
+    """Raises ValueError naming a field in which an assistant does not match its verifier."""
     check_fields(where, AssistedConfig, vars(config))
     gemma4.check(f"{where}: verifier", config.verifier)
     check(f"{where}: drafter", config.drafter)
@@ -137,7 +137,7 @@ def check_assisted(where: Any, config: AssistedConfig) -> None:
 
 
 def check_pair(where: Any, drafter: AssistantConfig, verifier: Gemma4Config) -> None:
-    """Raises ValueError naming the first size in which a verifier is not the assistant's."""
+    """Raises ValueError naming the first size in which an assistant does not match a verifier."""
     pairs = [("state_width", drafter.state_width, verifier.d_model)]
     pairs += [(name, getattr(drafter, name), getattr(verifier, name)) for name in ALIKE]
     names = gemma4.FIELDS | CONFIG_NAMES

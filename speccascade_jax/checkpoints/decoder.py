@@ -1,7 +1,7 @@
-"""Decoder-only families in Hugging Face folders: what config.json says and how the arrays are called.
+"""Decoder-only families in Hugging Face folders: config.json and the names of the arrays.
 
-DECODER_SPELLINGS is their table. config.json is read as transformers 4 and 5 write it, and written so that
-both read it.
+DECODER_SPELLINGS is their table. It reads config.json files of transformers 4 and 5, and writes files that
+both read.
 """
 
 import dataclasses
@@ -66,12 +66,12 @@ FOUR_NORMS = {
 class Spelling(NamedTuple):
     """The names and layout of a family's checkpoints."""
 
-    usual: DecoderConfig  # what config.json leaves out, and what is fixed in the family's code
+    usual: DecoderConfig  # values that config.json omits or the family's code fixes
     architecture: str
-    fields: dict[str, str]  # further fields of ours -> config.json's
-    norms: Mapping[str, str]  # a layer's norms -> theirs
-    windows: str = ""  # the field that tells which layers are local, besides layer_types; sliding_window: all
-    derives: bool = False  # missing: head_dim is hidden_size / heads, and each head has its own key and value
+    fields: dict[str, str]  # further fields of ours -> those of config.json
+    norms: Mapping[str, str]  # a layer's norms -> their names for them
+    windows: str = ""  # field besides layer_types that says which layers are local; sliding_window: all
+    derives: bool = False  # default head_dim is hidden_size / heads, and each head has its own key and value
 
 
 DECODER_SPELLINGS = {
@@ -114,7 +114,7 @@ def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
     if spelling.derives and values.get("d_kv") is None:
         heads, width = values["num_heads"], values["d_model"]
         whole = all(type(size) is int for size in (heads, width)) and heads > 0
-        values["d_kv"] = width // heads if whole else usual.d_kv  # else the check below names it
+        values["d_kv"] = width // heads if whole else usual.d_kv  # otherwise the check below reports it
     if "query_bias" in values:
         values["output_bias"] = values["query_bias"]
     values |= rope_of(where, content, usual)
@@ -133,7 +133,7 @@ def read_config(where: Path, content: dict[str, Any]) -> DecoderConfig:
 
 
 def ends_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens. If several end a text, the first is eos_id, which also replaces missing ones."""
+    """The special tokens. If several end a text, the first is eos_id. Missing ones are replaced by eos_id."""
     eos = values.get("eos_id")
     first, *more = eos if isinstance(eos, list) and eos else [eos]
     ends = {"eos_id": first, "more_eos": tuple(more)} if "eos_id" in values else {}
@@ -142,8 +142,8 @@ def ends_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(where: Path, content: dict[str, Any], usual: DecoderConfig) -> dict[str, Any]:
-    """The rotary positions' fields: rope_parameters (transformers 5), which may differ between layers, or
-    rope_theta, rope_scaling and rope_local_base_freq."""
+    """The fields for rotary positions, from rope_parameters (transformers 5), which may differ between
+    layers, or from rope_theta, rope_scaling and rope_local_base_freq."""
     objects: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         if content.get(name) is not None:
@@ -232,7 +232,7 @@ def windows_of(where: Path, content: dict[str, Any], spelling: Spelling, layers:
 
 
 def repeated(local: list[int], usual: tuple[int, ...]) -> tuple[int, ...]:
-    """The usual pattern if it gives these layers, else the shortest that does."""
+    """The usual pattern if it gives these layers, otherwise the shortest that does."""
     if not any(local):
         return ()
     for pattern in (usual, *(tuple(local[:size]) for size in range(1, len(local) + 1))):
@@ -242,7 +242,7 @@ def repeated(local: list[int], usual: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check(where: Any, config: DecoderConfig) -> None:
-    """Raises ValueError naming what no model of these families can have."""
+    """Raises ValueError naming a value that no model of these families can have."""
     check_fields(where, DecoderConfig, dataclasses.asdict(config))
     wrong: list[str] = []
     if config.family not in DECODER_SPELLINGS:
@@ -285,9 +285,8 @@ def check(where: Any, config: DecoderConfig) -> None:
 def parameter_names(
     config: DecoderConfig, names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[tuple[Any, ...], str, bool]]:
-    """(path in our parameters, Hugging Face's name, whether theirs is transposed) of every array; `names`:
-    of a
-    layer's norms, where they are not the family's."""
+    """(path in our parameters, Hugging Face's name, whether theirs is transposed) of every array. `names`
+    replaces the family's names of a layer's norms."""
     yield ("embedding",), "model.embed_tokens.weight", False
     yield ("norm", "scale"), "model.norm.weight", False
     if not config.tied_embeddings:
@@ -314,10 +313,10 @@ def parameter_names(
 
 
 class TextPart(NamedTuple):
-    """The text model within a model that also sees or hears."""
+    """The text model inside a multimodal model."""
 
     model_type: str
-    usual: dict[str, Any]  # what its part of config.json leaves out, where that is not the family's
+    usual: dict[str, Any]  # values that its part of config.json omits, if not the family's
 
 
 TEXT_PARTS = {
@@ -335,7 +334,7 @@ SYNONYMS = {"gemma4_unified_assistant": "gemma4_assistant"}
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's content; for a model that also sees or hears, the content for its text model."""
+    """The content of a config.json; for a multimodal model, the part of the text model."""
     text, kind = content.get("text_config"), content.get("model_type")
     if isinstance(kind, str) and kind in SYNONYMS:
         return {**content, "model_type": SYNONYMS[kind]}
@@ -352,7 +351,7 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
 
 def canonical(name: str) -> str | None:
     """The name that parameter_names() gives an array of a folder; None for arrays that are not read: the
-    parts of Gemma 3 that see pictures, and tables that old folders keep."""
+    vision parts of Gemma 3 and tables in old folders."""
     if name.endswith(".rotary_emb.inv_freq") or name.removeprefix("model.").startswith(
         ("vision_tower.", "multi_modal_projector.")
     ):
@@ -366,7 +365,7 @@ def canonical(name: str) -> str | None:
 
 
 def describe(config: DecoderConfig) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for a model that its family's code cannot be."""
+    """The content of config.json. Raises ValueError for a model that its family's code cannot represent."""
     spelling, layers = DECODER_SPELLINGS[config.family], range(config.num_layers)
     content = {theirs: getattr(config, ours) for ours, theirs in (SHARED | spelling.fields).items()}
     content |= {

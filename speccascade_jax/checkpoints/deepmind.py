@@ -1,8 +1,8 @@
-"""Gemma 2 and 3 as DeepMind publishes them (Flax, on Kaggle): an Orbax directory. Read only.
+"""Reads Gemma 2 and 3 in DeepMind's format (Flax, on Kaggle), an Orbax directory.
 
 Its names are flat (`transformer/layer_0/attn/q_einsum`, `w`) or nested (google-deepmind/gemma, gm/ckpts);
-heads are an axis of their own; keys and values, and the two halves of GeGLU, are stacked. Arrays for pictures
-are not read.
+heads have their own axis; keys and values, and the two halves of GeGLU, are stacked. Vision arrays are not
+read.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from speccascade_jax.checkpoints.files import check_folder
 from speccascade_jax.models.decoder import DecoderConfig, DecoderModel
 from speccascade_jax.models.presets import GEMMA2, GEMMA3, PRESETS
 
-VOCABULARY, PADDED_VOCABULARY = 256_000, 256_128  # Gemma 2's embedding ends with rows of no token
+VOCABULARY, PADDED_VOCABULARY = 256_000, 256_128  # Gemma 2's embedding ends with unused rows
 Entries = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # name -> (keys in the file, shape)
 
 
 def read_entries(folder: Path) -> Entries:
-    """Every array of the directory by its nested name; no array is read. Raises ValueError."""
+    """Every array of the directory by its nested name, without reading it. Raises ValueError."""
     import orbax.checkpoint as ocp
 
     entries: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
@@ -40,7 +40,7 @@ def read_entries(folder: Path) -> Entries:
     check_folder(folder)
     try:
         walk(ocp.StandardCheckpointer().metadata(folder.resolve()).item_metadata.tree, ())
-    except Exception as error:  # Orbax has many kinds
+    except Exception as error:  # Orbax raises many types
         raise ValueError(f"{folder}: the checkpoint is incomplete or damaged ({reason(error)}).") from None
     return entries
 
@@ -56,8 +56,8 @@ def shape_of(folder: Path, entries: Entries, name: str, rank: int) -> tuple[int,
 
 
 def infer_config(folder: Path, entries: Entries) -> DecoderConfig:
-    """The DecoderConfig that arrays of these shapes belong to; what cannot be inferred from shapes is that of
-    the preset with these sizes, else Gemma 2 2b's or Gemma 3 4b's with the head's width as query_scalar."""
+    """The DecoderConfig that matches arrays of these shapes. Fields that cannot be inferred are those of the
+    preset with these sizes, or else of Gemma 2 2b or Gemma 3 4b with the head's width as query_scalar."""
     vocab_size, d_model = shape_of(folder, entries, "embedder/input_embedding", 2)
     shared = "layer_0/attn/qkv_einsum" in entries
     query = shape_of(
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def converted(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[tuple[str, ...], np.ndarray]:
-    """A layer's arrays (their names without the layer's) by the paths of ours."""
+    """A layer's arrays (named without the layer) by our paths."""
 
     def columns(x: np.ndarray) -> np.ndarray:
         """[heads, D, K] -> [D, heads K]"""
@@ -102,7 +102,7 @@ def converted(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[tupl
     else:
         query, (key, value) = arrays["attn/q_einsum"], arrays["attn/kv_einsum"]
     gate, up = arrays["mlp/gating_einsum"]
-    if gate.shape != (config.d_model, config.d_ff):  # 9b's and 27b's are the other way round
+    if gate.shape != (config.d_model, config.d_ff):  # transposed in 9b and 27b
         gate, up = gate.T, up.T
     out = arrays["attn/attn_vec_einsum"].reshape(-1, config.d_model)
     kernels = {
@@ -129,10 +129,10 @@ def converted(config: DecoderConfig, arrays: dict[str, np.ndarray]) -> dict[tupl
 
 
 def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
-    """Model and parameters in `dtype`, one layer at a time on the host.
+    """Loads the model and its parameters, with one layer at a time on the host.
 
-    The model's shape is inferred from the arrays'. Raises ValueError naming what is missing, damaged or
-    does not fit.
+    The model's shape is inferred from the arrays. Raises ValueError naming what is missing, damaged or does
+    not fit.
     """
     import orbax.checkpoint as ocp
 
@@ -142,7 +142,7 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
     shapes = {path: tuple(x.shape) for path, x in nnx.to_flat_state(model.abstract_params())}
 
     def fetch(prefix: str) -> dict[str, np.ndarray]:
-        """The arrays whose names begin with `prefix`, by the rest of their names."""
+        """The arrays whose names begin with `prefix`, by the rest of the name."""
         wanted: dict[str, Any] = {}
         chosen = {name: keys for name, (keys, _) in entries.items() if name.startswith(prefix)}
         for keys in chosen.values():
@@ -155,7 +155,7 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
                 folder.resolve(),
                 args=ocp.args.PyTreeRestore(item=wanted, restore_args=wanted, partial_restore=True),
             )
-        except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
+        except Exception as error:  # Orbax raises many types, including Exception
             raise ValueError(
                 f"{folder}: {prefix}: the checkpoint is incomplete or damaged ({reason(error)})."
             ) from None
@@ -188,7 +188,7 @@ def load(folder: Path, place: Placement) -> tuple[DecoderModel, nnx.State]:
                     f"{folder}: the array {prefix}{error.args[0]} is missing; the checkpoint is "
                     "incomplete: fetch it again."
                 ) from None
-            except (ValueError, IndexError) as error:  # arrays of another rank, or of sizes that do not fit
+            except (ValueError, IndexError) as error:  # arrays with a wrong rank or size
                 raise ValueError(
                     f"{folder}: the arrays of {prefix} are not a Gemma's ({reason(error)}): fetch it again."
                 ) from None

@@ -1,7 +1,7 @@
-"""DFlash's block drafters in Hugging Face folders, and with their verifiers in ours.
+"""DFlash's block drafters in Hugging Face folders, and with their verifiers in our format.
 
-A folder's config.json is a Qwen 3's with an object `dflash_config`, and with the address of code that
-transformers would run. Nothing of that is run here.
+A folder's config.json is that of a Qwen 3 with an object `dflash_config` and the address of code that
+transformers would run. This module never runs that code.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from speccascade_jax.models.dflash import (
 )
 
 WITHIN = "dflash_config"
-LAYERS = "target_layer_ids"  # each names a layer's output
+LAYERS = "target_layer_ids"  # each entry names a layer's output
 CONFIG_NAMES = {"mask_id": "mask_token_id", "block_size": "block_size"}
 ARCHITECTURE = "DFlashDraftModel"
 ONLY = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
@@ -31,7 +31,7 @@ ONLY = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_sof
 
 
 def as_drafter(content: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's content; that of a DFlash drafter with our name for it as its model_type."""
+    """The content of a config.json, with our model_type if it is a DFlash drafter."""
     return {**content, "model_type": DFLASH.family, "layer": content} if WITHIN in content else content
 
 
@@ -68,7 +68,7 @@ def read_config(where: Path, content: dict[str, Any]) -> DFlashConfig:
 
 
 def check(where: Any, config: DFlashConfig) -> None:
-    """Raises ValueError naming what no drafter can have."""
+    """Raises ValueError naming a value that no drafter can have."""
     check_fields(where, DFlashConfig, dataclasses.asdict(config))
     decoder.check(where, as_decoder(config))
     c, wrong = config, list[str]()
@@ -128,7 +128,7 @@ def joined(where: Any, drafter: DFlashModel, verifier: Any) -> DFlashPairModel:
 
 
 def check_config(where: Any, config: DFlashPairConfig) -> None:
-    """Raises ValueError naming what no verifier and its drafter can have."""
+    """Raises ValueError naming a value that no verifier and its drafter can have."""
     check_fields(where, DFlashPairConfig, vars(config))
     decoder.check(f"{where}: verifier", config.verifier)
     check(f"{where}: drafter", config.drafter)
@@ -136,13 +136,13 @@ def check_config(where: Any, config: DFlashPairConfig) -> None:
 
 
 def check_pair(where: Any, drafter: DFlashConfig, verifier: DecoderConfig) -> None:
-    """Raises ValueError naming where a drafter is not that of a verifier."""
+    """Raises ValueError naming a field in which a drafter does not match a verifier."""
     another = f"{where} is the drafter of another verifier:"
     for name in ("vocab_size", "d_model"):
         ours, theirs = getattr(drafter, name), getattr(verifier, name)
         if ours != theirs:
             raise ValueError(f"{another} its {decoder.SHARED[name]} is {ours}, the verifier has {theirs}.")
-    if drafter.states[-1] >= verifier.num_layers:  # the last layer's output is handed out behind a norm
+    if drafter.states[-1] >= verifier.num_layers:  # the last layer's output is only available after a norm
         raise ValueError(
             f"{another} {LAYERS} is {shown([n - 1 for n in drafter.states])}, the verifier has "
             f"{verifier.num_layers} layers."

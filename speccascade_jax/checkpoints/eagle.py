@@ -1,8 +1,8 @@
-"""EAGLE-3 heads in Hugging Face folders, and with their verifiers in ours.
+"""EAGLE-3 heads in Hugging Face folders, and with their verifiers in our format.
 
-Two spellings of config.json are read. The first is that of the authors, SpecForge and AngelSlim: it has the
-head's layer in the fields of a Llama or Qwen 3, and `draft_vocab_size`. The second is that of vLLM's
-speculators: it has the layer in an object of its own.
+Two forms of config.json are read. That of the authors, SpecForge and AngelSlim describes the head's layer
+with the fields of a Llama or Qwen 3 and `draft_vocab_size`. That of vLLM's speculators describes the layer in
+a separate object.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from speccascade_jax.models.eagle import (
     usual_layers,
 )
 
-LAYER = "transformer_layer_config"  # of speculators' folders
+LAYER = "transformer_layer_config"  # in speculators' folders
 KIND = "speculators_model_type"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-WITHIN = "eagle_config"  # where SpecForge names layers by their outputs
+WITHIN = "eagle_config"  # in which SpecForge names layers by their outputs
 CONFIG_NAMES = {
     "draft_vocab_size": "draft_vocab_size",
     "state_width": "target_hidden_size",
@@ -43,7 +43,7 @@ NORMS = {
 
 
 def as_head(content: dict[str, Any]) -> dict[str, Any]:
-    """A config.json's content; that of an EAGLE-3 head with our name for it as its model_type."""
+    """The content of a config.json, with our model_type if it is an EAGLE-3 head."""
     is_head = "draft_vocab_size" in content or content.get(KIND) is not None
     return {**content, "model_type": EAGLE.family, "layer": content} if is_head else content
 
@@ -77,9 +77,9 @@ def read_config(where: Path, content: dict[str, Any]) -> EagleConfig:
 
 
 def layers_of(where: Path, content: dict[str, Any]) -> tuple[int, ...]:
-    """The verifier's layers before which the head reads its states; () for the usual ones.
+    """The verifier's layers whose input states the head reads; () for the default ones.
 
-    Raises ValueError for what names none, and for a head that reads the last state only.
+    Raises ValueError for invalid layers, and for a head that reads only the last state.
     """
     inner = content.get(WITHIN)
     inner = {} if inner is None else inner
@@ -97,12 +97,12 @@ def layers_of(where: Path, content: dict[str, Any]) -> tuple[int, ...]:
 
 
 def with_arrays(config: EagleConfig, names: Set[str]) -> EagleConfig:
-    """The config of a folder that holds arrays of these names."""
+    """The config of a folder that contains arrays of these names."""
     return dataclasses.replace(config, own_embedding=EMBEDDING in names)
 
 
 def check(where: Any, config: EagleConfig) -> None:
-    """Raises ValueError naming what no head can have."""
+    """Raises ValueError naming a value that no head can have."""
     check_fields(where, EagleConfig, dataclasses.asdict(config))
     decoder.check(where, as_decoder(config))
     c, wrong = config, list[str]()
@@ -176,7 +176,7 @@ def joined(where: Any, drafter: EagleModel, verifier: Any) -> EaglePairModel:
 
 
 def check_config(where: Any, config: EaglePairConfig) -> None:
-    """Raises ValueError naming what no verifier and its head can have."""
+    """Raises ValueError naming a value that no verifier and its head can have."""
     check_fields(where, EaglePairConfig, vars(config))
     decoder.check(f"{where}: verifier", config.verifier)
     check(f"{where}: drafter", config.drafter)
@@ -184,7 +184,7 @@ def check_config(where: Any, config: EaglePairConfig) -> None:
 
 
 def check_pair(where: Any, drafter: EagleConfig, verifier: DecoderConfig) -> None:
-    """Raises ValueError naming where a head is not that of a verifier."""
+    """Raises ValueError naming a field in which a head does not match a verifier."""
     another = f"{where} is the head of another verifier:"
     for name, ours, theirs in (
         ("vocab_size", drafter.vocab_size, verifier.vocab_size),

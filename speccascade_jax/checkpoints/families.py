@@ -1,7 +1,7 @@
-"""A row for each model family: what the formats and training must know about it.
+"""A table of model families, with what the formats and training need to know about each.
 
-A decoder-only family has its row in checkpoints.decoder.DECODER_SPELLINGS; another one has its two classes in
-models/__init__.py and a row in MODEL_FAMILIES. Nothing else depends on a model's family.
+A decoder-only family has an entry in checkpoints.decoder.DECODER_SPELLINGS. Any other has its two classes in
+models/__init__.py and an entry in MODEL_FAMILIES. No other code depends on a model's family.
 """
 
 import difflib
@@ -39,33 +39,33 @@ from speccascade_jax.models import t5gemma2 as t5gemma2_models
 
 class Family(NamedTuple):
     usual: Config
-    """The shape with the values of fields that a description omits."""
+    """A config with the values of fields that a description omits."""
     presets: Mapping[str, Config]
     bos: bool
-    """Its prompts begin with <bos>: a tokenizer trained for it has one."""
+    """Whether prompts begin with <bos>, so that a tokenizer trained for it has one."""
     check: Callable[[Any, Any], None]
-    """check(where, config) raises ValueError naming the field of a config that no model can have."""
+    """check(where, config) raises ValueError naming a field whose value no model can have."""
     formats: tuple[str, ...]
     """The formats in which save() can write it."""
     published_file: str | None
-    """The file that identifies the format of its authors; None if there is none."""
+    """The file that identifies its authors' format; None if there is none."""
     load_published: Callable[[Any, Placement], tuple[Any, nnx.State]]
     read_published_config: Callable[[Any], Config]
     # In Hugging Face folders:
     read_config: Callable[[Path, dict[str, Any]], Config]
     """(config.json, its content) -> the config. Raises ValueError for what the family does not support."""
     describe: Callable[[Any], dict[str, Any]]
-    """The content of config.json. Raises ValueError for a model that the format cannot hold."""
+    """The content of config.json. Raises ValueError for a model that the format cannot represent."""
     parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]]
     """(path in our parameters, name of theirs, whether theirs is transposed) of every array."""
     unused: Callable[[Any], Set[str]] = lambda config: frozenset()
-    """The arrays that may be there and are not read."""
+    """Arrays that may be present but are not read."""
     canonical: Callable[[str], str | None] = str
     """Maps an array's name in a folder to its name in parameter_names(); None for an array that is not
     read."""
     with_arrays: Callable[[Any, Set[str]], Config] | None = None
-    """with_arrays(config, names): the config of a folder that holds arrays of these names, where config.json
-    does not tell everything."""
+    """with_arrays(config, names): the config of a folder with arrays of these names, if config.json is
+    incomplete."""
     stand_ins: Mapping[str, str] = {}
     """Array -> the array that is read if it is missing."""
     parts: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ def network(
     check: Callable[[Any, Any], None],
     parameter_names: Callable[[Any], Iterator[tuple[ParameterPath, str, bool]]],
 ) -> Family:
-    """The row of a network: a model of another row, with more around it."""
+    """The entry of a network, which contains a model of another entry."""
     return Family(
         usual,
         {},
@@ -268,7 +268,7 @@ PRESETS: dict[str, Config] = {
 
 
 def family_of(where: Any, name: Any) -> Family:
-    """The row of a family's name. Raises ValueError for an unknown one."""
+    """The entry of a family. Raises ValueError for an unknown name."""
     if not isinstance(name, str) or name not in MODEL_FAMILIES:
         near = (
             []

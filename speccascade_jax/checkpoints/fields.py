@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models import Config
 
-LARGEST = 2**31 - 1  # of a size: what int32 indexes
+LARGEST = 2**31 - 1  # the largest size: int32 indices
 MOST_LAYERS = 1000
 
 
@@ -19,9 +19,9 @@ def check_fields(
     part: bool = False,
     usual: Config | None = None,
 ) -> None:
-    """Raises ValueError naming the first of a config's fields (as `names` spells it) that has a wrong type or
-    value; fields that `values` lacks have their default, or are as in `usual`. A `part` of a network may lack
-    an encoder."""
+    """Raises ValueError naming the first field of a config (under its name in `names`) with a wrong type or
+    value. Fields that `values` lacks have their value in `usual` or their default. A `part` of a network may
+    lack an encoder."""
     hints = get_type_hints(kind)
     usual = usual or kind()
     values = {

@@ -1,7 +1,7 @@
-"""Reading files that others wrote: regular files of a plausible size only, their errors in one sentence.
+"""Reads files from untrusted sources: only regular files of a plausible size, with errors of one sentence.
 
 Opening a named pipe blocks, reading a device never ends, and a sparse file of a terabyte takes no disk space,
-so a path is examined before it is opened.
+so paths are checked before they are opened.
 """
 
 import json
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 MEGABYTE = 2**20
-JSON_BYTES = 64 * MEGABYTE  # the index of a model of 400 billion parameters takes one
+JSON_BYTES = 64 * MEGABYTE  # the index of a model with 400 billion parameters has one megabyte
 HEADERS = ".z", "_", "manifest"
 """Prefixes of the names of zarr, Orbax and TensorStore files without arrays."""
 
 
 def shown(value: Any) -> str:
-    """A value of a file for an error message: shortened, and nothing that a terminal could not print."""
+    """A value from a file for an error message: shortened and printable."""
     return reprlib.repr(value)
 
 
 def checked_path(path: str | Path) -> Path:
-    """The path. Raises ValueError if it is not a possible path."""
+    """Returns the path. Raises ValueError if it is invalid."""
     text = str(path)
     try:
         longest = max(len(part.encode()) for part in text.split("/"))
@@ -35,8 +35,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def exists(path: Any) -> bool:
-    """Whether anything lies at `path` (local or remote), a file or not. Raises ValueError if that may not be
-    read."""
+    """Whether anything exists at `path` (local or remote). Raises ValueError if access is denied."""
     try:
         return path.exists()
     except OSError as error:
@@ -52,7 +51,7 @@ def check_regular(path: Path, limit: int | None = None) -> None:
         raise ValueError(f"cannot read {path}: {error.strerror}.") from None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file: put the checkpoint's own file in its place.")
-    if not os.access(path, os.R_OK):  # safetensors would say that it is missing
+    if not os.access(path, os.R_OK):  # safetensors would report it as missing
         raise ValueError(f"cannot read {path}: Permission denied.")
     if limit is not None and status.st_size > limit:
         raise ValueError(
@@ -61,7 +60,7 @@ def check_regular(path: Path, limit: int | None = None) -> None:
 
 
 def read(path: Any, limit: int) -> bytes:
-    """The content of a file, local or remote, of at most `limit` bytes. Raises ValueError."""
+    """The content of a local or remote file of at most `limit` bytes. Raises ValueError."""
     if isinstance(path, Path):
         check_regular(path, limit)
     try:
@@ -71,12 +70,12 @@ def read(path: Any, limit: int) -> bytes:
 
 
 def parse_json(name: Any, content: bytes) -> dict[str, Any]:
-    """The object that a JSON file `name` holds. Raises ValueError if it is damaged or nested too deep."""
+    """Parses the object in a JSON file `name`. Raises ValueError if it is damaged or nested too deep."""
     try:
         parsed = json.loads(content)
     except RecursionError:
         raise ValueError(f"{name} is damaged (nested too deep): fetch it again.") from None
-    except ValueError as error:  # no JSON, no UTF-8, or a number of more than 4,300 digits
+    except ValueError as error:  # invalid JSON or UTF-8, or a number with more than 4,300 digits
         raise ValueError(f"{name} is damaged ({str(error).split(';')[0]}): fetch it again.") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} is damaged (it holds {shown(parsed)}, no object): fetch it again.")
@@ -89,8 +88,8 @@ def read_json(path: Any) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError if `folder` holds anything but folders and regular files, or a large header: the
-    libraries that read a folder's arrays open whatever they find, and read headers whole."""
+    """Raises ValueError if `folder` contains anything but folders and regular files, or a large header,
+    because the libraries that read arrays open every file and read whole headers."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}.") from None

@@ -1,6 +1,6 @@
-"""The text model of Gemma 4 in Hugging Face folders: what config.json says and how the arrays are called.
+"""The text model of Gemma 4 in Hugging Face folders: config.json and the names of the arrays.
 
-Folders of models that also see and hear (`gemma4`, `gemma4_unified`) hold it as a part.
+Folders of multimodal models (`gemma4`, `gemma4_unified`) contain it as a part.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def values_of(where: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(where: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The rotary positions' fields."""
+    """The fields for rotary positions."""
     parts = content.get("rope_parameters") or {}
     full, local = (parts.get(kind) or {} if isinstance(parts, dict) else None for kind in (EVERYTHING, LOCAL))
     if not isinstance(full, dict) or not isinstance(local, dict):
@@ -123,7 +123,7 @@ def rope_of(where: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds_of(where: Path, content: dict[str, Any], layers: int) -> list[int]:
-    """A list of which layers are local. The last layer is always global."""
+    """For each layer, whether it is local. The last layer is always global."""
     types = content.get("layer_types")
     if types is None:
         types = [LOCAL if USUAL.is_local(layer) else EVERYTHING for layer in range(layers)]
@@ -135,8 +135,8 @@ def kinds_of(where: Path, content: dict[str, Any], layers: int) -> list[int]:
 
 
 def of_global_layers(where: Path, overrides: Any, kinds: list[int], values: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of global layers where config.json has fields for single layers, as transformers writes it
-    since 5.23: under the layers' numbers, with zeros before the smaller ones."""
+    """The sizes of global layers if config.json has fields for single layers, as transformers writes it since
+    5.23: under the layers' zero-padded numbers."""
     names = {
         "head_dim": ("d_kv", "d_kv_global"),
         "num_key_value_heads": ("num_kv_heads", "num_kv_heads_global"),
@@ -164,7 +164,7 @@ def of_global_layers(where: Path, overrides: Any, kinds: list[int], values: dict
 
 
 def check(where: Any, config: Gemma4Config) -> None:
-    """Raises ValueError naming what no Gemma 4 can have."""
+    """Raises ValueError naming a value that no Gemma 4 can have."""
     check_fields(where, Gemma4Config, dataclasses.asdict(config))
     c, wrong = config, wrong_sizes(config)
     if c.num_writers < 1:
@@ -252,14 +252,15 @@ def layer_names(config: Gemma4Config, number: int) -> Iterator[tuple[tuple[Any, 
 
 
 def unused(config: Gemma4Config) -> Set[str]:
-    """The arrays that may be there and are not read: those that readers would write keys and values with."""
+    """Arrays that may be present but are not read: the key and value projections of layers that reuse those
+    of others."""
     readers = range(config.num_writers, config.num_layers)
     names = "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight"
     return {"lm_head.weight"} | {f"model.layers.{n}.self_attn.{name}" for n in readers for name in names}
 
 
 def canonical(name: str) -> str | None:
-    """The name that parameter_names() gives an array of a folder; None for those of other senses."""
+    """The name that parameter_names() gives an array of a folder; None for those of other modalities."""
     inner = name.removeprefix("model.")
     if inner.startswith(OTHER_SENSES):
         return None
@@ -267,14 +268,14 @@ def canonical(name: str) -> str | None:
 
 
 def describe(config: Gemma4Config) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for a model that Gemma 4's code cannot be."""
+    """The content of config.json. Raises ValueError for a model that Gemma 4's code cannot represent."""
     content = described(config)
     check_same(config, read_config(Path("config.json"), content))
     return content
 
 
 def described(config: Gemma4Config) -> dict[str, Any]:
-    """The content of config.json, of which not all may be possible there."""
+    """The content of config.json, without checking that Gemma 4's code can represent it."""
     content = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}
     content |= {
         "model_type": Gemma4Config.family,
@@ -298,7 +299,7 @@ def described(config: Gemma4Config) -> dict[str, Any]:
 
 
 def check_same(config: Gemma4Config, again: Gemma4Config) -> None:
-    """Raises ValueError naming a field that comes back from config.json as another value."""
+    """Raises ValueError naming a field whose value changes in a round trip through config.json."""
     for name, value in vars(config).items():
         if vars(again)[name] != value:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json and safetensors (one file or sharded).
 
-Both directions; what a family calls its fields and arrays there is in its own file. Without safetensors
-pytorch_model.bin is read, as data: nothing is unpickled.
+Reads and writes them. Each family's names of fields and arrays are in its own file. If there is no
+safetensors file, pytorch_model.bin is read as data, without unpickling.
 """
 
 import json
@@ -31,10 +31,10 @@ from speccascade_jax.checkpoints.files import check_regular, checked_path, exist
 from speccascade_jax.checkpoints.torch_files import TorchFile
 from speccascade_jax.models import Config, Model, model_of
 
-SHARD_BYTES = 5 * 10**9  # of arrays in one file, at most: on the host, one file's are alive at a time
+SHARD_BYTES = 5 * 10**9  # most bytes of arrays in one file; the host holds those of one file at a time
 TORCH_FILE = "pytorch_model.bin"
 Headers = dict[str, tuple[str, tuple[int, ...], str]]
-"""Name of an array in its family's spelling -> (file, shape, name there)."""
+"""Name of an array in parameter_names() -> (file, shape, name in the file)."""
 
 
 def read_config(folder: Path) -> Config:
@@ -56,8 +56,8 @@ def read_config(folder: Path) -> Config:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the folder's files of arrays. Raises ValueError if the index names anything but regular
-    files of this folder."""
+    """The names of the folder's array files. Raises ValueError if the index names anything but regular files
+    of this folder."""
     index = folder / "model.safetensors.index.json"
     files: set[Any] = {"model.safetensors"}
     if not exists(index) and not exists(folder / "model.safetensors") and exists(folder / TORCH_FILE):
@@ -88,14 +88,14 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def open_file(path: Path) -> Any:
-    """A file of arrays, open. Raises SafetensorError, OSError or ValueError if it is damaged."""
+    """Opens a file of arrays. Raises SafetensorError, OSError or ValueError if it is damaged."""
     return TorchFile(path) if path.name == TORCH_FILE else safe_open(path, framework="numpy")
 
 
 def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Headers:
-    """Every array of the folder that is a model's own; only the headers are read.
+    """The model's arrays in the folder; only headers are read.
 
-    Raises ValueError for a file that is missing, truncated or of another format.
+    Raises ValueError for a file that is missing, truncated or has another format.
     """
     headers: Headers = {}
     for file in weight_files(folder):
@@ -119,7 +119,7 @@ def read_headers(folder: Path, canonical: Callable[[str], str | None]) -> Header
 def place_arrays(
     folder: Path, config: Config, headers: Headers
 ) -> list[tuple[ParameterPath, str, str, bool]]:
-    """(path in our parameters, name, name of the array that is read for it, whether that is transposed).
+    """(path in our parameters, name, name of the array to read for it, whether that is transposed).
 
     Raises ValueError if the files' arrays are not those of `config`. The names are generated one at a
     time, so a config with more layers than the files have costs nothing.
@@ -164,7 +164,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
                 parts = stored_array(folder / file, stored, shape)
                 yield path, f"{folder / file}: {name}", parts.T if transposed else parts
                 continue
-            # Reopened for each array: what was read of a mapped file stays in memory until it is closed.
+            # Reopened for each array, because the pages of a mapped file stay in memory until it is closed.
             with open_file(folder / file) as opened:
                 try:
                     array = opened.get_tensor(stored)
@@ -182,7 +182,7 @@ def load(folder: Path, place: Placement) -> tuple[Model, nnx.State]:
 
 
 def stored_array(path: Path, name: str, shape: tuple[int, ...]) -> Stored:
-    """An array of a safetensors file, of which parts are read."""
+    """An array of a safetensors file that is read in parts."""
 
     def read(index: Index) -> np.ndarray:
         with safe_open(path, framework="numpy") as opened:
@@ -197,7 +197,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
     """Writes config.json and safetensors (several files past SHARD_BYTES) in `dtype`; transformers reads
     the folder.
 
-    Raises ValueError for a model that Hugging Face's architecture cannot hold.
+    Raises ValueError for a model that Hugging Face's architecture cannot represent.
     """
     family = MODEL_FAMILIES[model.config.family]
     described = family.describe(model.config)
@@ -231,5 +231,5 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = ml_dtypes.b
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     described["torch_dtype"] = np.dtype(dtype).name
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-    for file in files:  # safetensors lets nobody but the owner read
+    for file in files:  # safetensors makes files readable only by the owner
         shutil.copymode(folder / "config.json", folder / file)

@@ -1,4 +1,4 @@
-"""Our own checkpoints: an Orbax directory a run owns, with the model's shape and its tokenizer.
+"""Our own checkpoints: a run's Orbax directory, with the model's config and its tokenizer.
 
     <run>/model.json      the model's family and shape
     <run>/spiece.model    the vocabulary, or tokenizer.json
@@ -45,7 +45,7 @@ from speccascade_jax.checkpoints.files import check_folder, checked_path, read_j
 from speccascade_jax.models import Config, Model, NetworkConfig, model_of
 from speccascade_jax.models.members import beneath
 
-if TYPE_CHECKING:  # Orbax takes as long to import as all the rest
+if TYPE_CHECKING:  # importing Orbax takes as long as everything else
     import orbax.checkpoint as ocp
 
 
@@ -76,7 +76,7 @@ def describe(run: Path, config: Config, tokenizer: Path | None, full_at: str | N
 
 
 def shape_of(config: Config) -> dict[str, Any]:
-    """A config as model.json holds it, its parts within it."""
+    """A config in the form of model.json, with its parts nested."""
     parts = MODEL_FAMILIES[config.family].parts
     return {
         "family": config.family,
@@ -109,7 +109,7 @@ def full_at(run: Path) -> str | None:
 
 
 def config_from(where: Any, shape: dict[str, Any], within: bool = False) -> Config:
-    """The config of what shape_of() gives; the whole checks what is `within` it. Raises ValueError."""
+    """The inverse of shape_of(). Parts (`within`) are checked by the whole. Raises ValueError."""
     family = family_of(where, shape.pop("family", "t5"))
     unknown = sorted(shape.keys() - {field.name for field in dataclasses.fields(family.config)})
     if unknown:
@@ -133,7 +133,7 @@ def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
     try:
         return steps.restore(steps.latest_step(), args=args)[item]
-    except Exception as error:  # Orbax has many kinds, a bare Exception for data files among them
+    except Exception as error:  # Orbax raises many types, including Exception
         raise ValueError(
             f"{steps.directory / str(steps.latest_step())}: {item} is damaged or another run's "
             f"({reason(error)}); delete {steps.directory} to start over."
@@ -141,12 +141,12 @@ def restore(steps: "ocp.CheckpointManager", item: str, like: Any) -> Any:
 
 
 def dotted(path: ParameterPath) -> str:
-    """Orbax's name of a parameter."""
+    """Orbax's name for a parameter."""
     return ".".join(map(str, path))
 
 
 def checksums(params: Any) -> dict[str, int]:
-    """Name -> checksum of each parameter, except those whose parts are spread over several processes."""
+    """Name -> checksum of each parameter, except those split over several processes."""
     return {
         dotted(path): checksum(np.asarray(x))
         for path, x in traverse_util.flatten_dict(params).items()
@@ -157,7 +157,8 @@ def checksums(params: Any) -> dict[str, int]:
 def save(
     steps: "ocp.CheckpointManager", step: int, items: dict[str, Any], metrics: dict[str, float] | None = None
 ) -> None:
-    """Saves the pytrees `items`, `params` among them, as `step`, unless a killed run saved that step already.
+    """Saves the pytrees `items`, which include `params`, as `step`, unless a killed run already saved that
+    step.
 
     Raises ValueError if it cannot be written; older steps stay intact.
     """
@@ -174,7 +175,7 @@ def save(
     )
     try:
         steps.save(step, args=args, metrics=metrics, custom_metadata={"crc32": checksums(items["params"])})
-    except Exception as error:  # Orbax has many kinds
+    except Exception as error:  # Orbax raises many types
         raise ValueError(
             f"could not save step {step} in {steps.directory} ({reason(error)}); earlier saves "
             "are whole: make room and start again."
@@ -190,7 +191,7 @@ def open_database(folder: str) -> Any:
 
 
 def checksums_of(step: Path) -> dict[str, Any]:
-    """Name -> checksum of the parameters of a step, as far as they were written."""
+    """Name -> checksum of a step's parameters, for those that have one."""
     where = step / "_CHECKPOINT_METADATA"
     described = read_json(where).get("custom_metadata")
     if described is None:
@@ -202,8 +203,8 @@ def checksums_of(step: Path) -> dict[str, Any]:
 
 
 def read_params(step: Path, model: Model, place: Placement, full: nnx.State | None = None) -> nnx.State:
-    """The parameters of the folder of one step, one array at a time, whereas Orbax would hold all of them
-    twice. If `full` is given, those arrays are the parameters of the network's full model.
+    """Reads the parameters of one step, one array at a time; Orbax would hold all of them twice. `full`: the
+    parameters of a network's full model, which are then not read.
 
     Raises ValueError naming an array that is missing, damaged or of another shape than the model's.
     """
@@ -215,7 +216,7 @@ def read_params(step: Path, model: Model, place: Placement, full: nnx.State | No
         raise ValueError(
             f"{folder}: its list of arrays is missing or damaged ({reason(error)}); fetch it again."
         ) from None
-    # One by one, and before the model is made: model.json may promise more layers than memory holds.
+    # One by one and before the model is made, because model.json may claim more layers than memory can hold.
     full_arrays: dict[ParameterPath, Any] = {}
     if full is not None and isinstance(model.config, NetworkConfig):
         full_arrays = beneath(model.config.full_part, full)
@@ -261,7 +262,7 @@ def latest_step(directory: Path) -> int | None:
     try:
         paths = ocp.utils.checkpoint_steps_paths(directory)
         return max((int(path.name) for path in paths if path.name.isdigit()), default=None)
-    except Exception as error:  # Orbax has many kinds
+    except Exception as error:  # Orbax raises many types
         raise ValueError(f"{directory} is damaged ({reason(error)}): fetch it again.") from None
 
 
@@ -271,7 +272,7 @@ def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Mo
     model = model_of(read_config(run))
     for kind in ("best", "latest"):
         if (run / kind).is_dir():
-            if isinstance(run, Path):  # else it is remote
+            if isinstance(run, Path):  # otherwise it is remote
                 check_folder(run / kind)
             step = latest_step(run / kind)
             if step is not None:
@@ -282,8 +283,8 @@ def load(run: Path, place: Placement, full: nnx.State | None = None) -> tuple[Mo
 def export(
     run: Path, model: Model, params: nnx.State, dtype: Any = jnp.float32, full_at: str | None = None
 ) -> None:
-    """Writes a run directory with the parameters in `dtype` as its latest step, 0: of a network with
-    `full_at`, only those that its full model, in the folder of that name next to it, lacks."""
+    """Writes a run directory with the parameters in `dtype` as step 0. With `full_at`, only those parameters
+    of a network are written that its full model, in the neighbouring folder of that name, lacks."""
     describe(run, model.config, None, full_at)
     if full_at is not None and isinstance(model.config, NetworkConfig):
         params = nnx.from_flat_state(
@@ -294,12 +295,12 @@ def export(
 
 
 def stored(dtype: Any, array: Any) -> jax.Array:
-    """The array in `dtype`; whole numbers stay what they are."""
+    """The array in `dtype`; integers are not converted."""
     return jnp.asarray(array, None if jnp.issubdtype(array.dtype, jnp.integer) else dtype)
 
 
 def remote(path: str) -> Any:
-    """A run at gs://, as a path. Raises ValueError if it holds none or gcsfs is not installed."""
+    """The path of a run at gs://. Raises ValueError if there is no run or gcsfs is not installed."""
     from etils import epath
 
     run = epath.Path(path)

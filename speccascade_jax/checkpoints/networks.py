@@ -1,4 +1,4 @@
-"""The configs and parameters of networks with several members, which only our own format holds."""
+"""The configs and parameters of networks with several members, which only our own format supports."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def refuse(where: Any, *_: Any) -> NoReturn:
 
 
 def check_exits(where: Any, config: ExitsConfig) -> None:
-    """Raises ValueError naming the field of a model with exits that none can have."""
+    """Raises ValueError naming a field whose value no model with exits can have."""
     check_fields(where, ExitsConfig, vars(config))
     of(config.full).check(f"{where}: full", config.full)
     deepest = depth_of(config.full) - 1
@@ -58,7 +58,7 @@ def exits_names(config: ExitsConfig) -> Names:
 
 
 def check_shared_encoder(where: Any, config: SharedEncoderConfig) -> None:
-    """Raises ValueError naming the field of a verifier and its drafter that none can have."""
+    """Raises ValueError naming a field whose value no verifier with such a drafter can have."""
     drafter, verifier = config.drafter, config.verifier
     check_fields(where, SharedEncoderConfig, vars(config))
     t5.check(f"{where}: verifier", verifier)
@@ -84,7 +84,7 @@ def shared_encoder_names(config: SharedEncoderConfig) -> Names:
 
 
 def check_block_drafter(where: Any, config: BlockDrafterConfig) -> None:
-    """Raises ValueError naming the field of a verifier and its block drafter that none can have."""
+    """Raises ValueError naming a field whose value no verifier with a block drafter can have."""
     check_fields(where, BlockDrafterConfig, vars(config))
     t5.check(f"{where}: verifier", config.verifier)
     depth, states = config.verifier.num_decoder_layers, config.states
@@ -93,7 +93,7 @@ def check_block_drafter(where: Any, config: BlockDrafterConfig) -> None:
             f"{where}: states is {shown(states)}, not the numbers of layers after which the verifier's "
             f"states are read, the smallest first, each from 0 to {depth}."
         )
-    if config.verifier.relative_buckets < 8:  # as many for each direction as t5.check asks of a decoder
+    if config.verifier.relative_buckets < 8:  # as many per direction as t5.check requires of a decoder
         raise ValueError(
             f"{where}: {config.verifier.relative_buckets} buckets of relative positions are too few for a "
             "drafter that looks both ways: at least 8."

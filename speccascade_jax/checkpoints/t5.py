@@ -1,4 +1,4 @@
-"""T5 in Hugging Face folders: what config.json says and how the arrays are called there."""
+"""T5 in Hugging Face folders: config.json and the names of the arrays."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def read_config(where: Path, content: dict[str, Any]) -> T5Config:
         content = {**content, "num_decoder_layers": content["num_layers"]}
     values = {ours: content[theirs] for ours, theirs in CONFIG_KEYS.items() if theirs in content}
     values["gated"] = activation == "gated-gelu"
-    # transformers 5 writes tie_word_embeddings: true for every T5; what tells 1.0 from 1.1 is the scale.
+    # transformers 5 writes tie_word_embeddings: true for every T5; the scale distinguishes 1.0 from 1.1.
     values["tied_embeddings"] = content.get("scale_decoder_outputs", content.get("tie_word_embeddings", True))
     check_fields(where, T5Config, values, {**CONFIG_KEYS, "tied_embeddings": "tie_word_embeddings"})
     config = T5Config(**values)
@@ -55,7 +55,7 @@ def read_config(where: Path, content: dict[str, Any]) -> T5Config:
 
 
 def describe(config: T5Config) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for a model that Hugging Face's T5 cannot hold."""
+    """The content of config.json. Raises ValueError for a model that Hugging Face's T5 cannot represent."""
     if not config.shared_position_bias:
         raise ValueError(
             "every layer of this model has a relative-position table of its own, which Hugging "
@@ -80,7 +80,7 @@ def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bo
         yield ("head", "kernel"), "lm_head.weight", True
     up = [("gate", "wi_0"), ("up", "wi_1")] if config.gated else [("gate", "wi")]
     for stack, layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
-        if not layers:  # it reads another network's encoder
+        if not layers:  # it uses another network's encoder
             continue
         yield (f"{stack}_norm", "scale"), f"{stack}.final_layer_norm.weight", False
         yield (
@@ -102,10 +102,10 @@ def parameter_names(config: T5Config) -> Iterator[tuple[tuple[Any, ...], str, bo
 
 
 def check(where: Any, config: T5Config) -> None:
-    """Raises ValueError naming what no T5 can have."""
+    """Raises ValueError naming a value that no T5 can have."""
     check_fields(where, T5Config, dataclasses.asdict(config))
     buckets, distance = config.relative_buckets, config.relative_max_distance
-    if buckets < 4:  # half of them for each direction, and half of those for single steps
+    if buckets < 4:  # half for each direction, half of those for single steps
         raise ValueError(f"{where}: {buckets} buckets of relative positions are too few: at least 4.")
     if distance <= buckets // 2:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""T5Gemma in Hugging Face folders: what config.json says and how the arrays are called there."""
+"""T5Gemma in Hugging Face folders: config.json and the names of the arrays."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from speccascade_jax.checkpoints.files import shown
 from speccascade_jax.models.t5gemma import T5GemmaConfig
 
 PARTS = "encoder", "decoder"
-UNUSED = frozenset({"lm_head.out_proj.weight"})  # a copy of the decoder's embedding, where that is the head
+UNUSED = frozenset({"lm_head.out_proj.weight"})  # a copy of the decoder's embedding if that is the head
 NORMS = {
     "attention_norm": "pre_self_attn_layernorm",
     "attention_post_norm": "post_self_attn_layernorm",
@@ -48,7 +48,7 @@ def read_config(where: Path, content: dict[str, Any]) -> T5GemmaConfig:
 
 
 def check(where: Any, config: T5GemmaConfig) -> None:
-    """Raises ValueError naming what no T5Gemma can have."""
+    """Raises ValueError naming a value that no T5Gemma can have."""
     check_fields(where, T5GemmaConfig, vars(config))
     for name in PARTS:
         part = getattr(config, name)
@@ -63,7 +63,7 @@ def check(where: Any, config: T5GemmaConfig) -> None:
 
 
 def describe(config: T5GemmaConfig) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for a model that T5Gemma's code cannot be."""
+    """The content of config.json. Raises ValueError for a model that T5Gemma's code cannot represent."""
     parts = {
         name: decoder.describe(getattr(config, name))
         | {"model_type": "t5_gemma_module", "is_decoder": name == "decoder"}

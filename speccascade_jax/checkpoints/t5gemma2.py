@@ -1,6 +1,6 @@
-"""T5Gemma 2 in Hugging Face folders: what config.json says and how the arrays are called there.
+"""T5Gemma 2 in Hugging Face folders: config.json and the names of the arrays.
 
-Of models that also see, which all published ones do, only the text model is read.
+Only the text model is read; all published models also have vision parts.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def read_config(where: Path, content: dict[str, Any]) -> T5Gemma2Config:
 
 
 def check(where: Any, config: T5Gemma2Config) -> None:
-    """Raises ValueError naming what no T5Gemma 2 can have."""
+    """Raises ValueError naming a value that no T5Gemma 2 can have."""
     check_fields(where, T5Gemma2Config, vars(config))
     for name in PARTS:
         part = getattr(config, name)
@@ -64,7 +64,7 @@ def check(where: Any, config: T5Gemma2Config) -> None:
         for field, expected in (
             ("family", "gemma3_text"),
             ("tied_embeddings", True),
-            ("attention_softcap", None),  # transformers reads one, and does not apply it
+            ("attention_softcap", None),  # transformers reads it but does not apply it
         ):
             value = getattr(part, field)
             if value != expected:
@@ -79,7 +79,7 @@ def check(where: Any, config: T5Gemma2Config) -> None:
 
 
 def describe(config: T5Gemma2Config) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for a model that T5Gemma 2's code cannot be."""
+    """The content of config.json. Raises ValueError for a model that T5Gemma 2's code cannot represent."""
     parts = {name: decoder.describe(getattr(config, name)) for name in PARTS}
     for name, kind in zip(PARTS, ("t5gemma2_text", "t5gemma2_decoder"), strict=True):
         del parts[name]["architectures"]
@@ -112,8 +112,8 @@ def parameter_names(config: T5Gemma2Config) -> Iterator[tuple[tuple[Any, ...], s
 
 
 def canonical(name: str) -> str | None:
-    """The name that parameter_names() gives an array of a folder, which may say neither `model` nor
-    `text_model`; None for the parts that see."""
+    """The name that parameter_names() gives an array of a folder, which may omit `model` and `text_model`;
+    None for the vision parts."""
     inner = name.removeprefix("model.")
     if inner.startswith(SIGHT):
         return None

@@ -1,9 +1,10 @@
 """T5X checkpoints, local or at gs://: a msgpack file `checkpoint` that names zarr arrays next to it.
 
-Both directions, and both of T5X's layouts: examples/t5 (an array a layer; one relative-position table a
-stack) and examples/scalable_t5 (layers stacked on axis 1, heads apart; a table a layer). Only weights are
-read and written, no optimizer state. What cannot be inferred from the arrays (T5X keeps it in gin files) is
-written to a file of our own next to `checkpoint`; a folder without it is read as T5 1.1.
+Reads and writes both of T5X's layouts: examples/t5 (one array per layer, one relative-position table per
+stack) and examples/scalable_t5 (layers stacked on axis 1, a separate axis for heads, one table per layer).
+Only weights are read and written, no optimizer state. Settings that cannot be inferred from the arrays, which
+T5X keeps in gin files, are written to a file of our own next to `checkpoint`; a folder without it is read as
+T5 1.1.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ Shape = tuple[int, ...]
 UNTOLD = "relative_max_distance", "layer_norm_epsilon", "dropout_rate", "pad_id", "eos_id"
 """The fields of a T5Config that cannot be inferred from the arrays' shapes."""
 UNTOLD_FILE = "t5_config.json"
-LARGEST_FILE = 512 * MEGABYTE  # of `checkpoint`: it names arrays, and old versions keep small ones in it
+LARGEST_FILE = 512 * MEGABYTE  # of `checkpoint`, which names arrays; old versions store small ones in it
 
 
 def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
@@ -76,13 +77,13 @@ def array_names(config: T5Config) -> Iterator[tuple[str, list[tuple[Any, ...]]]]
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the array holds a stack's layers on axis 1, which are separate arrays here."""
+    """Whether the array has a stack's layers on axis 1, which are separate arrays here."""
     stack, inside = name.split("/")[:2]
     return stack == inside and "relpos_bias" not in name
 
 
 def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
-    """The shape in T5X of the array `name`, which (or every layer of which) has shape `ours` here."""
+    """The shape in T5X of the array `name`; here it, or each of its layers, has the shape `ours`."""
     if "relpos_bias" in name:
         return ours[-1], *ours[:-1]  # [..., buckets, H] -> [H, ..., buckets]
     if not is_stacked(name):
@@ -97,7 +98,7 @@ def stored_shape(config: T5Config, name: str, ours: Shape) -> Shape:
 
 
 def read_entry(path: str, directory: Any, name: str) -> bytes | None:
-    """A file of an open directory, None if there is none. Raises ValueError if it cannot be reached."""
+    """A file of an open directory; None if it is missing. Raises ValueError if it cannot be reached."""
     if not path.startswith("gs://") and exists(Path(path, name)):
         check_regular(Path(path, name), LARGEST_FILE)
     try:
@@ -133,7 +134,8 @@ def exists_at(path: str) -> bool:
 
 
 def parse(path: str, content: bytes) -> dict[str, Any]:
-    """Name -> inline array, or folder of the zarr array, of every parameter a file `checkpoint` names."""
+    """Name -> inline array, or folder of the zarr array, of every parameter that a file `checkpoint`
+    names."""
     try:
         contents = serialization.msgpack_restore(content)
         target = contents.get("optimizer", contents)["target"]
@@ -149,14 +151,14 @@ def parse(path: str, content: bytes) -> dict[str, Any]:
         if {"", ".."} & {folder for folder in arrays.values() if isinstance(folder, str)}:
             raise ValueError("no folder")
         return arrays
-    except Exception as error:  # msgpack and flax raise many kinds for damaged bytes
+    except Exception as error:  # msgpack and flax raise many types for damaged bytes
         raise ValueError(
             f"{path}/checkpoint is truncated or not T5X's ({type(error).__name__}): fetch it again."
         ) from None
 
 
 def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
-    """The directory, and name -> numpy array or open TensorStore of every parameter, none of them read yet.
+    """The directory, and name -> numpy array or open TensorStore, not yet read, of every parameter.
 
     Raises ValueError if `checkpoint` or an array's header is missing or damaged.
     """
@@ -170,7 +172,7 @@ def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
             check_folder(Path(path, folder))
     arrays = open_arrays(path, directory, stored)
     if not path.startswith("gs://"):
-        for name, folder in stored.items():  # what is compressed is hardly ever longer
+        for name, folder in stored.items():  # compressed arrays are hardly ever longer
             whole = math.prod(arrays[name].shape) * arrays[name].dtype.numpy_dtype.itemsize
             for file in Path(path, folder).iterdir():
                 check_regular(file, whole + MEGABYTE)
@@ -178,8 +180,7 @@ def open_checkpoint(path: str) -> tuple[Any, dict[str, Any]]:
 
 
 def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
-    """The T5Config that arrays of these shapes belong to; what cannot be inferred from shapes is as in T5
-    1.1.
+    """The T5Config that matches arrays of these shapes. Fields that cannot be inferred are those of T5 1.1.
 
     Raises ValueError naming an array that is missing.
     """
@@ -218,8 +219,8 @@ def infer_config(path: str, shapes: Mapping[str, Shape]) -> T5Config:
 
 
 def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
-    """The config, completed by what our exports store next to the arrays. Raises ValueError if it is
-    damaged."""
+    """The config, completed from the file that our exports have next to the arrays. Raises ValueError if that
+    is damaged."""
     content, where = read_entry(path, directory, UNTOLD_FILE), f"{path}/{UNTOLD_FILE}"
     if content is not None:
         fields = parse_json(where, content)
@@ -232,7 +233,7 @@ def with_untold(path: str, directory: Any, config: T5Config) -> T5Config:
 
 
 def config_and_arrays(path: str) -> tuple[T5Config, dict[str, Any]]:
-    """The model's shape and the open arrays, none of them read yet. Raises ValueError."""
+    """The model's config and the open arrays, not yet read. Raises ValueError."""
     directory, arrays = open_checkpoint(path)
     config = infer_config(path, {name: tuple(array.shape) for name, array in arrays.items()})
     return with_untold(path, directory, config), arrays
@@ -246,8 +247,8 @@ def read_config(path: str | Path) -> T5Config:
 def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
     """Model and parameters, converted one array at a time.
 
-    The model's shape is inferred from the arrays'. Raises ValueError naming the array that is missing,
-    damaged or does not fit the others.
+    The model's shape is inferred from the arrays. Raises ValueError naming the array that is missing, damaged
+    or does not fit the others.
     """
     path = str(path)
     config, arrays = config_and_arrays(path)
@@ -291,14 +292,14 @@ def load(path: str | Path, place: Placement) -> tuple[T5Model, nnx.State]:
 
 
 def stored_matrices(path: str, name: str, array: Any, shape: Shape, layers: int, width: int) -> list[Stored]:
-    """An open array as a matrix for each of its layers, of which parts are read, those of all layers at once.
-    Its heads, of `width`, may be an axis of their own."""
+    """An open array as one matrix per layer, read in parts, which are read for all layers at once. Heads, of
+    `width`, may have their own axis."""
     stacked, latest = is_stacked(name), dict[Any, np.ndarray]()
-    heads = 0 if name.endswith("out/kernel") else 1  # the axis that they are cut out of
+    heads = 0 if name.endswith("out/kernel") else 1  # the axis that contains the heads
 
     def read(ends: Any) -> np.ndarray:
         sizes, box = [end - begin for begin, end in ends], [slice(*pair) for pair in ends]
-        if array.ndim - stacked > len(shape):  # no device's part begins within a head
+        if array.ndim - stacked > len(shape):  # no device's part begins inside a head
             begin, end = ends[heads]
             box[heads : heads + 1] = [slice(begin // width, end // width), slice(width)]
         box[1:1] = [slice(layers)] * stacked
@@ -316,16 +317,16 @@ def stored_matrices(path: str, name: str, array: Any, shape: Shape, layers: int,
 
 
 def as_saved(array: np.ndarray) -> np.ndarray:
-    """An array's values: versions up to 2 kept bfloat16 as whole numbers."""
+    """An array's values. T5X stored bfloat16 as integers up to version 2."""
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
 def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32) -> None:
-    """Writes the parameters in `dtype` as T5X does; step 0 and no optimizer state.
+    """Writes the parameters in `dtype` in T5X's format, as step 0 and without optimizer state.
 
-    T5X's infer.py and eval.py restore that as it is (InferenceState: target and step), train.py where
-    utils.RestoreCheckpointConfig.fallback_to_scratch = True makes a fresh optimizer's state.
-    What T5X keeps in gin files is written to a file of this package, which load() reads.
+    T5X's infer.py and eval.py restore it directly (InferenceState: target and step), and train.py does with
+    utils.RestoreCheckpointConfig.fallback_to_scratch = True, which initialises the optimizer. Settings that
+    T5X keeps in gin files are written to a separate file, which load() reads.
     """
     import tensorstore
 
@@ -350,7 +351,7 @@ def save(folder: Path, model: Model, params: nnx.State, dtype: Any = np.float32)
             },
         }
         place = {"driver": "file", "path": f"{folder.resolve()}/{spec['kvstore']['path']}"}
-        # All-zero chunks are written too: our reader takes a missing one for damage.
+        # All-zero chunks are written too, because our reader treats a missing one as damage.
         tensorstore.open(
             {**spec, "kvstore": place, "store_data_equal_to_fill_value": True}, create=True
         ).result().write(array).result()

@@ -5,7 +5,7 @@ from pathlib import Path
 from speccascade_jax.checkpoints.files import MEGABYTE, exists, parse_json, read
 
 LARGEST_FILE, LARGEST_COMPANION = 256 * MEGABYTE, 64 * MEGABYTE
-NAMES = ("spiece.model", "tokenizer.model", "tokenizer.json")  # SentencePiece (T5's, Gemma's); Hugging Face's
+NAMES = ("spiece.model", "tokenizer.model", "tokenizer.json")  # SentencePiece (T5, Gemma); Hugging Face
 COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -13,7 +13,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The files that give the special tokens' roles and the form of a chat."""
+"""The files with the special tokens' roles and the chat template."""
 
 
 def find(folder: Path) -> Path | None:
@@ -28,14 +28,14 @@ def find(folder: Path) -> Path | None:
 
 
 def name_for(tokenizer: str) -> str:
-    """The name by which find() knows the kind of this file."""
+    """The name by which find() recognises this kind of file."""
     name = Path(tokenizer).name
     return name if name in NAMES else NAMES[-1 if name.endswith(".json") else 0]
 
 
 def copy(tokenizer: Path, folder: Path) -> None:
-    """Copies the file into `folder`, under the name by which find() knows its kind, with the files next to
-    it."""
+    """Copies the file, under the name by which find() recognises it, and its companion files into
+    `folder`."""
     place = folder / name_for(tokenizer.name)
     if tokenizer.resolve() == place.resolve():
         return

@@ -1,7 +1,7 @@
-"""Reading pytorch_model.bin, a zip archive of arrays with a pickle that says which is which.
+"""Reads pytorch_model.bin, a zip archive of arrays with a pickle that describes them.
 
-Unpickling a file runs what the file says. Here it is not unpickled: the few operations by which torch.save()
-writes a dictionary of tensors are read as data, and any other one refuses the file.
+Unpickling a file can run arbitrary code. So the file is not unpickled: the few operations with which
+torch.save() writes a dictionary of tensors are interpreted as data, and a file with any other is refused.
 """
 
 import math
@@ -60,8 +60,8 @@ class Tensor(NamedTuple):
 
 
 class TorchFile:
-    """A file of torch.save() with a dictionary of tensors, used as safetensors' safe_open. Raises ValueError
-    if it is anything else."""
+    """A file of torch.save() that contains a dictionary of tensors, with the interface of safetensors'
+    safe_open. Raises ValueError for anything else."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -117,7 +117,7 @@ class TorchFile:
 
 
 def tensors_of(pickled: bytes) -> dict[str, Any]:
-    """The dictionary that torch.save() has pickled. Raises ValueError for any other pickle."""
+    """The dictionary in a pickle by torch.save(). Raises ValueError for any other pickle."""
     stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
 
     def taken(count: int) -> tuple[Any, ...]:
@@ -159,7 +159,7 @@ def tensors_of(pickled: bytes) -> dict[str, Any]:
             elif name == "REDUCE":
                 stack.append(made(*taken(2)))
             elif name == "BUILD":
-                stack.pop()  # a dictionary's attributes: the versions of torch's modules
+                stack.pop()  # the dictionary's attributes: versions of torch's modules
             elif name == "STOP":
                 if not isinstance(stack[-1], dict):
                     break

@@ -258,7 +258,7 @@ def time_alone(arguments: Arguments, run: DecodeConfig, report: Report, name: st
 
 
 def read_texts(path: str, join: int, limit: int) -> list[str]:
-    task = Task(path, path, path, target_field="source", join=join)  # targets are not looked at
+    task = Task(path, path, path, target_field="source", join=join)  # targets are ignored
     return [source for source, _ in joined_examples(task, path)][:limit]
 
 
@@ -301,7 +301,7 @@ def time_decodings(
     every = profiling.in_turn(contestants, track([text for text, _ in inputs], "timing"))
     least = arguments.min_tokens
     kept = [n for n, (_, output) in enumerate(every["verifier"]) if len(output.tokens) >= least]
-    if len(kept) < 3:  # what a slope is fitted by
+    if len(kept) < 3:  # a slope needs three points
         raise FieldError(
             "limit",
             arguments.limit,
@@ -402,9 +402,9 @@ def rounds_of(
     return counted | {
         "predicted, a scoring call as one step": predicted,
         f"predicted, with {profiling.scoring(block_size)} and the rules as timed": with_parts,
-        "the same, with the counted tokens per call":  # without ends of texts and dependent acceptances
+        "the same, with the counted tokens per call":  # ignores ends of texts and dependent acceptances
         with_parts * expected_tokens(acceptance, block_size) / per_call,
-        "and with whole rounds as timed":  # what both models in one round cost besides their parts
+        "and with whole rounds as timed":  # includes the extra cost of both models in one round
         part["round"] / per_call,
     }
 

@@ -170,7 +170,8 @@ def decode(
     part: Path | None,
     settings: dict[str, Any],
 ) -> list[Output]:
-    """The outputs of one method, kept in `part` on the way; in the first process, which has them all."""
+    """Decodes one method and returns its outputs, which are stored in `part` as they arrive. Only the first
+    process has all of them."""
     texts = prompts.texts
     with contextlib.ExitStack() as stack:
         opened = None

@@ -74,7 +74,7 @@ def check_rule(config: str, run: LearnedRuleConfig, ship: bool) -> None:
     check_folder("output", str(output.parent))
     check_not_shipped("output", output)
     if output.exists():
-        load_rule(output)  # raises for what is no such network: it is somebody else's
+        load_rule(output)  # raises for any other file
     if ship:
         shipped_at(run)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`--profile=FOLDER`: what JAX did, as a trace for XProf, TensorBoard or Perfetto."""
+"""`--profile=FOLDER`: a trace of the run for XProf, TensorBoard or Perfetto."""
 
 import contextlib
 import os
@@ -26,14 +26,13 @@ def check_profile(folder: str | None) -> None:
 
 @contextlib.contextmanager
 def profiled(folder: str | Path | None) -> Iterator[None]:
-    """Traces what runs within it into `folder`; traces nothing if `folder` is None. In the trace, operations
-    carry the names of rounds, levels and models, except those of programs that were compiled for the cache
-    without them."""
+    """Writes a trace of the code inside the context to `folder`; does nothing if `folder` is None. Operations
+    have the names of rounds, levels and models, except in programs that were cached without names."""
     if folder is None:
         yield
         return
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every call of Python's would hide the rest
+    options.python_tracer_level = 0  # Python calls would hide everything else
     jax.profiler.start_trace(folder, profiler_options=options)
     try:
         yield

@@ -1,1 +1,1 @@
-"""The decoding core: jax and nothing of ours."""
+"""The decoding core, which depends on JAX and on no other part of this package."""

@@ -14,7 +14,7 @@ class Counters(NamedTuple):
     """The counters of speculative decoding. Tokens beyond the end of the text are neither emitted nor
     accepted."""
 
-    rounds: Int[Array, " B"]  # = verifier calls
+    rounds: Int[Array, " B"]  # equals verifier calls
     drafted: Int[Array, " B"]
     accepted: Int[Array, " B"]
     deferred: Int[Array, " B"]  # drafted positions at which the rule deferred
@@ -22,7 +22,7 @@ class Counters(NamedTuple):
     histogram: Int[Array, "B G+1"]  # rounds by number of accepted tokens
 
     def plain(self) -> dict[str, Any]:
-        """One row's counts as numbers and lists, by name."""
+        """Name -> count of one row, as numbers and lists."""
         return {name: np.asarray(value).tolist() for name, value in self._asdict().items()}
 
     @classmethod
@@ -35,7 +35,7 @@ class Counters(NamedTuple):
         deferred: Int[Array, " B"],
         capacity: int,
     ) -> "Counters":
-        """One round's counts; finished rows count nothing. No round drafts more than `capacity`."""
+        """The counts of one round; zero for finished rows. No round drafts more than `capacity` tokens."""
         rounds = active.astype(jnp.int32)
         return cls(
             rounds,

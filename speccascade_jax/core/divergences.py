@@ -36,8 +36,8 @@ def lk(target: Float[Array, "*B V"], draft: Float[Array, "*B V"]) -> Float[Array
     """-log sum_v min(pi(v), q(v)), the log likelihood that a drafted token is accepted (arXiv 2602.23881).
 
     The sum is computed in logarithms, so that it has a value and a gradient however small the overlap is. Its
-    gradient is the total variation's divided by the overlap. Without any overlap, a one-hot target turns it
-    into cross-entropy.
+    gradient is that of the total variation divided by the overlap. For a one-hot target without overlap it
+    becomes the cross-entropy.
     """
     return -jax.nn.logsumexp(jnp.minimum(target, draft), axis=-1)
 

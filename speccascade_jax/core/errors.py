@@ -1,4 +1,4 @@
-"""Errors that say which field they are about."""
+"""Errors that name the field that caused them."""
 
 import math
 import reprlib
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class FieldError(ValueError):
-    """A value that a field cannot take.
+    """Raised for an invalid value of a field.
 
-    The message is "FIELD is VALUE; REMEDY", or "PROBLEM; REMEDY" where the value alone does not say what is
-    wrong. The command line prints it and exits with 2; the server answers 400 with `param` = field.
+    The message is "FIELD is VALUE; REMEDY", or "PROBLEM; REMEDY" if the value alone does not explain the
+    problem. The command line prints it and exits with 2; the server answers 400 with `param` = field.
     """
 
     def __init__(self, field: str, value: Any, remedy: str, problem: str = ""):
@@ -17,13 +17,13 @@ class FieldError(ValueError):
         super().__init__(self.sentence(field))
 
     def sentence(self, name: str) -> str:
-        """The message, with the field called `name` where no problem is told."""
+        """The message. If it has no problem, it calls the field `name`."""
         return f"{self.problem or f'{name} is {reprlib.repr(self.value)}'}; {self.remedy}"
 
 
 def check_range(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
     """Raises FieldError for a number outside [low, high], or (low, high] with `above`. None and texts are not
-    compared."""
+    checked."""
     if value is None or isinstance(value, str):
         return
     if (low < value if above else low <= value) and value <= high and abs(value) < math.inf:

@@ -1,10 +1,10 @@
 """The compiled decoding loop: runs a sampler's rounds until every row is finished.
 
-The functions:
+Functions:
 
-    generate              a batch from its prompts to its ends, in one call
-    begin, run, finish    the same in pieces; scheduling.programs puts new requests into finished rows
-    caught_up             before drafting resumes, where it had ceased
+    generate              decodes a batch in one call
+    begin, run, finish    the same in steps; scheduling.programs puts new requests into finished rows
+    caught_up             prepares for drafting after rounds without it
 """
 
 from functools import partial
@@ -42,14 +42,14 @@ class Requests(NamedTuple):
     """The request of each row."""
 
     keys: Key[Array, " B"]
-    inputs: Any  # [B, S]; or nested as the models, where not all read the same tokens
-    input_length: Int[Array, " B"]  # 0: nothing is asked, the row stays empty
-    limit: Int[Array, " B"]  # the most tokens it may write
+    inputs: Any  # [B, S], or nested like the models if they read different tokens
+    input_length: Int[Array, " B"]  # 0: the row stays empty
+    limit: Int[Array, " B"]  # most tokens to write
     options: SamplingOptions  # every value [B]
     alphas: Float[Array, "B K"]
-    methods: Int[Array, "B K"]  # which of each verifier's methods
-    verifications: Int[Array, " B"]  # which of the sampler's ways to verify
-    markers: Markers | None = None  # None: no row has one
+    methods: Int[Array, "B K"]  # index of the method of each verifier
+    verifications: Int[Array, " B"]  # index among the sampler's verifications
+    markers: Markers | None = None  # None: no row has markers
 
 
 class History(NamedTuple):
@@ -69,8 +69,8 @@ class State(NamedTuple):
     rows: Rows
     caches: Cache
     counts: Counts
-    history: History | None  # None where nobody looks
-    before: Int[Array, " B"]  # the token that the prefix ended with
+    history: History | None  # None if not needed
+    before: Int[Array, " B"]  # the last token of the prefix
 
 
 class Generation(NamedTuple):
@@ -79,7 +79,7 @@ class Generation(NamedTuple):
 
     tokens: Int[Array, "B N"]
     origin: Int[Array, "B N"]
-    level: Int[Array, "B N"]  # of the model that wrote it, 0 the smallest
+    level: Int[Array, "B N"]  # of the model that wrote the token; 0 is the smallest
     length: Int[Array, " B"]
     counts: Counts
 
@@ -97,7 +97,7 @@ def requests(
     verifications: Any = None,
     markers: Markers | None = None,
 ) -> Requests:
-    """generate()'s arguments with a value for every row. Raises FieldError for arrays of other shapes."""
+    """The arguments of generate() with a value for every row. Raises FieldError for wrong shapes."""
     rows, levels = input_length.shape[0], sampler.level
     by_level = {
         "alphas": jnp.asarray(alphas, jnp.float32),
@@ -218,7 +218,7 @@ def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> S
     emitted, counts, history = state.emitted + block.size, add(state.counts, counted), state.history
     if history is not None:
         size = history.emitted.shape[1]
-        at = jnp.where(state.rows.room > 0, history.rounds % size, size)  # a finished row keeps what it has
+        at = jnp.where(state.rows.room > 0, history.rounds % size, size)  # a finished row does not change
         kept = jax.tree.map(
             lambda old, new: placed_at(old, new[:, None], at),
             (history.emitted, history.counts),
@@ -292,13 +292,13 @@ def generate(
 ) -> Generation:
     """Decodes every row until eos_id or its limit, in one lax.while_loop.
 
-    inputs: [B, S] int, or nested as the models if not all read the same tokens. params: nested as the
-    sampler: a model's own for Autoregressive, (drafter's, verifier's) for Speculative. alphas: [K] or [B, K],
-    the lenience of each verifier, smallest first (K = 0 for Autoregressive). methods: [K] or [B, K], the
-    index of each row's method, if a verifier has several. limits: [B], the most tokens of each row, up to
-    max_new_tokens. verifications: [B], the index of each row's way to verify. markers: the lenience after
-    certain tokens (core.spans). All of these, the keys and the options are traced: different rows share one
-    program, and sweeping compiles once. Raises FieldError for arrays of other shapes.
+    inputs: [B, S] int, or nested like the models if they read different tokens. params: nested like the
+    sampler's models: a model's parameters for Autoregressive, (drafter's, verifier's) for Speculative.
+    alphas: [K] or [B, K], the lenience of each verifier, smallest first (K = 0 for Autoregressive). methods:
+    [K] or [B, K], the index of each row's method, if a verifier has several. limits: [B], the most tokens of
+    each row, up to max_new_tokens. verifications: [B], the index of each row's verification. markers: the
+    lenience after certain tokens (core.spans). All of these, the keys and the options are traced: different
+    rows share one program, and sweeping compiles once. Raises FieldError for arrays of other shapes.
     """
     batch = requests(
         sampler,

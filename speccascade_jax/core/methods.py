@@ -38,7 +38,7 @@ class Sweep(NamedTuple):
 
     between: tuple[float, ...] = ()  # additional leniences, for steps finer than tenths
     scale: float = 1.0  # the alpha that a sweep's 1 stands for
-    timed: bool = True  # False: its time means nothing
+    timed: bool = True  # False: its time is meaningless
 
 
 USUAL = Sweep()
@@ -51,14 +51,14 @@ class Method:
     target: Target
     low: float  # alpha's bounds, both included
     high: float
-    summary: str  # for people
+    summary: str  # for help texts
     defers: bool = True
-    lossless: bool = False  # pi = p~, whatever q is
-    by_prefix: bool = True  # pi depends on the prefix alone, not on the position in a round
+    lossless: bool = False  # pi = p~ for every q
+    by_prefix: bool = True  # pi depends only on the prefix, not on the position in a round
     needs_q: bool = True  # pi and delta depend on q; False: only on p and the drafted token
     trained: bool = False  # contains a network that is read from a file
     knobs: Mapping[str, Knob] = dataclasses.field(default_factory=dict, hash=False, compare=False)
-    name: str = ""  # for people
+    name: str = ""  # shown in messages
     label: str = ""  # in plots; "": derived from the name
     sweep: Sweep = USUAL
 
@@ -78,15 +78,15 @@ class Scheme:
     all models, smallest first."""
 
     sampler: Callable[[Sequence[LanguageModel]], Sampler]
-    summary: str  # for people
+    summary: str  # for help texts
     high: float = np.inf  # alpha's bounds, both included
     low: float = -np.inf
-    models: int | None = None  # how many models it needs; None: any number
-    model: int | None = None  # the place of the one that decodes alone, 0 the smallest, -1 the largest
+    models: int | None = None  # required number of models; None: any
+    model: int | None = None  # index of the model that decodes alone: 0 is the smallest, -1 the largest
     greedy: bool = False  # decodes only greedily
     confidence: Callable[[np.ndarray], float] | None = None  # in [0, 1], from the log probabilities of the
     # drafter's tokens: if it is below 1 - alpha, the verifier decodes the text again
-    name: str = ""  # for people
+    name: str = ""  # shown in messages
     label: str = ""  # in plots; "": derived from the name
     sweep: Sweep = USUAL
 

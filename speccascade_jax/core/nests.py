@@ -1,7 +1,7 @@
-"""Operations on all models of a nest at once. Models, parameters and caches of a sampler nest alike.
+"""Operations on all models of a nest. A sampler's models, parameters and caches have the same nesting.
 
-A model may be a member of a network: other members share its parameters and its cache, which are the
-network's, and `model.length(cache)` is what its own part of that covers. A nest contains the network.
+A model may be a member of a network. Its parameters and cache are then those of the network, shared with the
+other members, and `model.length(cache)` is the length that its own part covers.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Array = jax.Array
 def each(function: Callable[..., Any], models: Any, *trees: Any) -> Any:
     """function(model, its part of each tree) for every model of a nest. A tree that is not a nest is passed
     whole to every model."""
-    if type(models) is tuple:  # a model may be a named one
+    if type(models) is tuple:  # a model may be a named tuple
         nests = (tree if type(tree) is tuple else (tree,) * len(models) for tree in trees)
         return tuple(each(function, *parts) for parts in zip(models, *nests, strict=True))
     return function(models, *trees)
@@ -40,7 +40,7 @@ def covered(model: Any, cache: Cache) -> Int[Array, " B"]:
 
 
 def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
-    """Caches that cover `length` positions, or what they cover now if that is less."""
+    """Rolls caches back to `length` positions; those that cover fewer are not changed."""
 
     def shortened(model: LanguageModel, cache: Cache) -> Cache:
         return model.roll_back(cache, jnp.minimum(cache.length, length))
@@ -49,9 +49,9 @@ def roll_back(models: Any, caches: Cache, length: Int[AnyArray, " B"]) -> Cache:
 
 
 def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache:
-    """`caches` [B, ...] with the rows `slots` replaced by those of `fresh` [R, ...]; a slot of B or more is
-    left out. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`, which
-    must then be long enough for every row that is still read.
+    """Returns `caches` [B, ...] with the rows `slots` replaced by those of `fresh` [R, ...]; slots of B or
+    more are ignored. Buffers are as large as those of `caches`, or, with `like_fresh`, as those of `fresh`,
+    which must then be long enough for every row that is still read.
     """
 
     def merged(model: LanguageModel, cache: Cache, new: Cache) -> Cache:
@@ -66,7 +66,7 @@ def insert(models: Any, caches: Cache, fresh: Cache, slots: Int[AnyArray, " R"],
 
 
 def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool) -> Any:
-    """insert() of a tree of arrays that all begin with the axis of rows."""
+    """insert() for a tree of arrays whose first axis is that of rows."""
 
     def replaced(old: Array, new: Array) -> Array:
         sizes = (new if like_fresh else old).shape[1:]
@@ -76,6 +76,6 @@ def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool
 
 
 def fitted(x: Array, sizes: tuple[int, ...]) -> Array:
-    """x [B, ...] cut or padded with zeros at the end of each axis but the first: [B, *sizes]."""
+    """x [B, ...], cut or padded with zeros at the end of each axis except the first, to [B, *sizes]."""
     x = x[:, *(slice(size) for size in sizes)]
     return jnp.pad(x, [(0, 0), *((0, size - width) for size, width in zip(sizes, x.shape[1:], strict=True))])

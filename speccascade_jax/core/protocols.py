@@ -20,10 +20,10 @@ AnyArray = jax.Array | np.ndarray
 Params = Any
 Cache = Any
 Counts = Any
-NO_TOKEN = -1  # an end-of-sequence id that no token has
+NO_TOKEN = -1  # an end-of-sequence id that matches no token
 NO_LIMIT = 2**30
-MASK = -1  # read instead of a token that is not known: the model predicts the one after it all the same
-UNSEEN = -2  # likewise, but no other place attends to it
+MASK = -1  # read in place of an unknown token, after which the model still predicts
+UNSEEN = -2  # like MASK, but no other position attends to it
 
 
 class Prefix(NamedTuple):
@@ -87,14 +87,14 @@ class Origin(IntEnum):
     MODEL = 3  # a single model, decoding autoregressively
 
     def at(self, level: int) -> int:
-        """The number that encodes this origin, written by `level` of a hierarchy, in a Block."""
+        """The code in a Block for a token with this origin, written by `level` of a hierarchy."""
         return self + len(Origin) * level
 
 
 class Markers(NamedTuple):
     """The token sequences after which each row has another lenience; see core.spans."""
 
-    tokens: Int[AnyArray, "B M L"]  # a marker's are the last ones, NO_TOKEN before; only NO_TOKEN: no marker
+    tokens: Int[AnyArray, "B M L"]  # right-aligned, padded with NO_TOKEN; only NO_TOKEN: no marker
     alphas: Float[AnyArray, "B M K"]  # the lenience after it, of each verifier from the smallest up
 
 
@@ -112,13 +112,13 @@ class Rows(NamedTuple):
     noise: Noise
     options: SamplingOptions  # a value for each row
     alphas: Float[Array, "B K"]  # lenience of each verifier, from the smallest up
-    methods: Int[Array, "B K"]  # which of each verifier's methods
-    verifications: Int[Array, " B"]  # which of the ways to verify, at every level
+    methods: Int[Array, "B K"]  # index of the method of each verifier
+    verifications: Int[Array, " B"]  # index of the verification, the same at every level
     recent: Int[Array, "B R"]  # the last committed tokens, the newest last; NO_TOKEN before the first
     start: Int[Array, " B"]  # the position of the next one
-    room: Int[Array, " B"]  # how many tokens it may take; 0: the row is finished
-    want: Int[Array, " B"] | None = None  # how many it can use; None: as many as it may take
-    so_far: Any = None  # what the row has counted before, for a sampler that `remembers`
+    room: Int[Array, " B"]  # most tokens that it may take; 0: the row is finished
+    want: Int[Array, " B"] | None = None  # tokens that it can use; None: as many as `room`
+    so_far: Any = None  # the row's counts so far, for a sampler that `remembers`
     spans: Spans | None = None  # None: no row has a marker
 
     @property
@@ -130,15 +130,15 @@ class Block(NamedTuple):
     """Up to N tokens for each row; entries at or past `size` are scratch."""
 
     tokens: Int[Array, "B N"]
-    probs: Float[Array, "B N V"]  # the law each token was drawn from
-    untransformed: Float[Array, "B N V"]  # the same law built from untransformed distributions
+    probs: Float[Array, "B N V"]  # the distribution that each token was drawn from
+    untransformed: Float[Array, "B N V"]  # the same, built from untransformed distributions
     origin: Int[Array, "B N"]  # Origin.at(level)
     size: Int[Array, " B"]  # 0 .. min(N, room)
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Static and hashable. What a sampler can do beyond these members it says in those of Abilities."""
+    """Static and hashable. Optional capabilities are members of Abilities."""
 
     @property
     def models(self) -> Any:
@@ -166,7 +166,7 @@ class Sampler(Protocol):
         ...
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
-        """One block, cut after the first eos_id; the caches; the counts, arrays [B, ...].
+        """Returns one block, cut after the first eos_id; the caches; and the counts, arrays [B, ...].
 
         On return the caches cover start + size - 1 positions.
         """
@@ -180,12 +180,12 @@ Laws = tuple[Float[Array, "B N V"], Float[Array, "B N V"]]
 class Abilities(NamedTuple):
     """The optional members of a sampler, and their defaults."""
 
-    verifications: tuple[Any, ...] = ()  # the ways to verify that rows.verifications numbers
+    verifications: tuple[Any, ...] = ()  # the verifications that rows.verifications indexes
     remembers: bool = False  # a step reads rows.so_far
     noise_sizes: tuple[tuple[int, ...], ...] | None = None  # see core.rounds.noise_sizes_of
     at_once: bool = False  # as a drafter, one step emits a whole draft
-    behind: int | None = None  # committed tokens besides the last that its caches may lack; None: none, ever
-    catches_up: bool = False  # as a drafter, its cache covers what its `model` has been given to read
+    behind: int | None = None  # committed tokens, besides the last, that its caches may lack; None: always 0
+    catches_up: bool = False  # as a drafter, its cache covers the tokens that its `model` has read
     resizes: bool = False  # of_blocks(size) drafts less in the same states; see Speculative
     proposed: bool = False  # its drafts are put into its first cache between two rounds
     # (params, caches, rows, tokens [B, N]) -> Laws of the token after each prefix of `tokens`, whose first is

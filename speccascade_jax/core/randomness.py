@@ -1,4 +1,4 @@
-"""Random numbers: tables that are made once a decoding, and how tokens are drawn by them."""
+"""Random numbers: tables made once per decoding, and sampling of tokens with them."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -21,11 +21,11 @@ class Role(IntEnum):
 
 
 class Noise(NamedTuple):
-    """The uniform numbers of a decoding, or of the part of it that one round's draft takes.
+    """The uniform numbers of a decoding, or the part of them that one round's draft uses.
 
-    `levels[k]` belongs to the sampler of level k, the innermost drafter's being 0. Its axes after the row and
-    the Role are positions, from `begin` on, where a number belongs to its position; where it belongs to a
-    round, they are the round's first position and the offset in it, the outermost round's first.
+    `levels[k]` belongs to the sampler of level k; level 0 is the innermost drafter. Its axes after row and
+    Role are positions from `begin` on, if numbers belong to positions. If they belong to rounds, the axes are
+    the first positions of the enclosing rounds, the outermost first, and the offset.
     """
 
     levels: tuple[Float[Array, "B 2 P ..."], ...]
@@ -39,10 +39,10 @@ class Noise(NamedTuple):
     def at(
         self, start: Int[Array, " B"], level: int, role: Role, count: int, by_round: bool
     ) -> Float[Array, "B count"]:
-        """The numbers of the `count` positions from `start` on; `by_round`: of a round that begins there.
+        """The numbers of `count` positions from `start` on or, with `by_round`, of a round that begins there.
 
-        Raises ValueError if they belong to the other: a sampler around this one does not say what it
-        contains (`noise_sizes`).
+        Raises ValueError for the wrong kind, which means that a sampler around this one does not declare its
+        parts (`noise_sizes`).
         """
         table, place = self.levels[level][:, role], (start - self.begin)[:, None]
         if table.ndim != 2 + by_round:
@@ -52,7 +52,7 @@ class Noise(NamedTuple):
         return jnp.take_along_axis(table, place + jnp.arange(count), axis=1, mode="clip")
 
     def within(self, level: int, start: Int[Array, " B"]) -> "Noise":
-        """The numbers for the drafter in a round that this level begins at `start`."""
+        """The drafter's numbers in a round that this level begins at `start`."""
         if self.levels[level].ndim == 3:
             return self
         place = (start - self.begin)[:, None, None]
@@ -60,8 +60,8 @@ class Noise(NamedTuple):
 
 
 def _row(table: Array, place: Int[Array, "B ..."]) -> Array:
-    """The entries of a table [B, ..., P, *rest] at one position a row, given as `place` [B, ..., 1]: [B, ...,
-    *rest]."""
+    """The entries [B, ..., *rest] of a table [B, ..., P, *rest] at one position per row, `place` [B, ...,
+    1]."""
     axis = place.ndim - 1
     place = place.reshape(*place.shape, *(1,) * (table.ndim - place.ndim))
     return jnp.squeeze(jnp.take_along_axis(table, place, axis=axis, mode="clip"), axis)
@@ -75,17 +75,16 @@ def noise(
 ) -> Noise:
     """All the randomness of a decoding: uniforms in [0, 1), independent of each other.
 
-    `sizes` has an entry for each sampler, from the innermost drafter up. () gives a number to each (row,
-    Role, position): a position drawn again after a rollback meets the same number, which is exact where what
-    was rolled back touched nothing that stays. Verification of a whole draft is not so: what is rolled back
-    decides how much stays. There an entry holds the width of each round that encloses the sampler's draws,
-    the outermost first, and a number serves one round alone: its key is folded with the position at which
-    each of these rounds began, and with the offset. Rows outside `by_round` [B] (None: no row is outside)
-    have the numbers of their positions there, too.
+    `sizes` has an entry for each sampler, from the innermost drafter up. An entry () gives a number to each
+    (row, Role, position). A position that is drawn again after a rollback then uses the same number, which is
+    exact if the tokens that were rolled back did not affect those that remain. In block verification they do.
+    There, an entry has the width of each round that encloses the sampler's draws, the outermost first, and a
+    number belongs to one round: its key is folded with the positions at which these rounds began and with the
+    offset. Rows outside `by_round` [B] (None: all rows are inside) still use the numbers of their positions.
 
-    No number depends on a row's batch, on `length` or on the sizes of rounds. They are made once, before
-    the loop: hashing single keys inside it costs more than everything else that a round does outside the
-    models. A row takes 8 length prod(sizes[k]) bytes for each sampler k.
+    The numbers do not depend on a row's batch, on `length` or on block sizes. They are made once before the
+    loop, because hashing keys inside it costs more than everything else in a round besides the models. A row
+    takes 8 length prod(sizes[k]) bytes for each sampler k.
     """
 
     def uniforms(key: Array, sizes: tuple[int, ...]) -> Array:
@@ -114,11 +113,10 @@ def noise(
 
 
 def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """A token a row with probability proportional to `weights` (>= 0, a positive sum).
+    """Draws one token per row with probability proportional to `weights` (>= 0, with a positive sum).
 
-    `u` is uniform in [0, 1); exactly 0 happens. Inverts the cumulative sum. A token of weight zero
-    is never returned: not for u = 0, not where u * total rounds up to the total, not where the
-    parallel sum is not monotone in its last bits.
+    It inverts the cumulative sum at `u`, uniform in [0, 1). A token of weight zero is never returned, even if
+    u = 0, if u * total rounds up to the total, or if the parallel sum is not monotone in its last bits.
     """
     cumulative = jnp.cumsum(weights, axis=-1)
     total = jnp.max(jnp.where(weights > 0, cumulative, 0.0), axis=-1, keepdims=True)

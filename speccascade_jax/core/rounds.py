@@ -1,4 +1,4 @@
-"""The pieces that samplers' rounds are made of."""
+"""Building blocks for the rounds of samplers."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ Array = jax.Array
 
 @partial(jax.jit, static_argnums=(0, 4))
 def step(sampler: Sampler, params: Params, caches: Cache, rows: Rows, eos_id: int) -> Any:
-    """sampler.step(), which is traced once however many levels and loops ask for it."""
+    """sampler.step(), traced only once for all levels and loops that use it."""
     with jax.named_scope(f"level_{sampler.level}"):
         return sampler.step(params, caches, rows, eos_id)
 
@@ -39,14 +39,14 @@ def is_greedy(rows: Rows) -> Bool[Array, "B 1 1"]:
 def uniforms(
     rows: Rows, level: int, role: Role, count: int, by_round: bool = False
 ) -> Float[Array, "B count"]:
-    """The rows' random numbers for the `count` positions from rows.start on; `by_round`: those of a round
-    that begins there."""
+    """The rows' random numbers for `count` positions from rows.start on or, with `by_round`, for a round that
+    begins there."""
     return rows.noise.at(rows.start, level, role, count, by_round)
 
 
 def noise_sizes_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
-    """For each sampler from the innermost drafter up to this one, what randomness.noise takes. A sampler that
-    contains others says it in `noise_sizes`; without, all numbers belong to positions."""
+    """The `sizes` of randomness.noise, for each sampler from the innermost drafter up to this one. A sampler
+    that contains others declares them in `noise_sizes`; otherwise all numbers belong to positions."""
     sizes = abilities_of(sampler).noise_sizes
     return ((),) * (sampler.level + 1) if sizes is None else sizes
 
@@ -54,13 +54,13 @@ def noise_sizes_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
 def read(
     model: LanguageModel, params: Params, cache: Cache, rows: Rows, behind: int, draft: Int[Array, "B G"]
 ) -> tuple[Float[Array, "B G+1 V"], Cache]:
-    """The logits after the last committed token and after each of `draft`, and the longer cache, which may
-    lack up to `behind` committed tokens besides the last."""
+    """The logits after the last committed token and after each of `draft`, and the new cache. The given cache
+    may lack up to `behind` committed tokens besides the last."""
     tokens, name = jnp.concatenate([rows.recent[:, -1 - behind :], draft], axis=1), type(model).__name__
     if not behind:
         with jax.named_scope(name):
             return model.extend(params, tokens, cache)
-    lacks = jnp.clip(rows.start - 1 - covered(model, cache), 0, behind)[:, None]  # more in a finished row
+    lacks = jnp.clip(rows.start - 1 - covered(model, cache), 0, behind)[:, None]  # more in finished rows
     column = jnp.arange(tokens.shape[1])
     tokens = jnp.take_along_axis(tokens, behind - lacks + column, axis=1, mode="clip")
     with jax.named_scope(name):
@@ -71,11 +71,11 @@ def read(
 def written(
     draft: Draft, origin: Int[Array, "B N"], verdict: Verdict, level: int
 ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
-    """The round's tokens, the accepted draft and then the next token, and their origins."""
+    """The round's tokens (the accepted draft and the next token) and their origins."""
     column, stop = jnp.arange(origin.shape[1]), verdict.num_accepted[:, None]
     tokens = jnp.where(column == stop, verdict.next_token[:, None], jnp.pad(draft.tokens, ((0, 0), (0, 1))))
     next_origin = jnp.where(stop == draft.size[:, None], Origin.BONUS.at(level), Origin.CORRECTION.at(level))
-    kept = origin - origin % len(Origin) + Origin.DRAFT  # its writer's level stays
+    kept = origin - origin % len(Origin) + Origin.DRAFT  # keeps the writer's level
     return tokens, jnp.where(column < stop, kept, next_origin).astype(jnp.int32)
 
 
@@ -86,7 +86,8 @@ def append(drafted: Block, block: Block) -> Block:
 
 
 def placed_at(old: Array, new: Array, start: Int[Array, " B"]) -> Array:
-    """old [B, L, ...] with new [B, N, ...] written from each row's `start` on; what is past L is left out."""
+    """Returns old [B, L, ...] with new [B, N, ...] written at each row's `start`; entries past L are
+    dropped."""
     column = jnp.arange(old.shape[1])
     for n in range(new.shape[1]):
         here = (column == (start + n)[:, None]).reshape(*old.shape[:2], *(1,) * (old.ndim - 2))
@@ -95,7 +96,7 @@ def placed_at(old: Array, new: Array, start: Int[Array, " B"]) -> Array:
 
 
 def after(block: Block, recent: Int[Array, "B R"]) -> Int[Array, "B R"]:
-    """The R tokens each row ends with after `block`, where it ended with `recent`."""
+    """The last R tokens of each row after `block`, given those before it in `recent`."""
     tokens = jnp.concatenate([recent, block.tokens], axis=1)
     return jnp.take_along_axis(tokens, block.size[:, None] + jnp.arange(recent.shape[1]), axis=1)
 
@@ -105,6 +106,6 @@ def add(a: Counts, b: Counts) -> Counts:
 
 
 def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) -> Int[Array, " B"]:
-    """`size`, or less: up to and with the first eos_id."""
+    """`size`, reduced so that the tokens end with the first eos_id."""
     is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
     return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)

@@ -24,15 +24,15 @@ from speccascade_jax.core.methods import Knob, Method, Sweep, Target
 from speccascade_jax.core.transforms import likeliest
 
 Array = jax.Array
-AT_ONCE = 16  # rejected tokens of cactus_law: on CPUs the fastest of 8, 16, 32 and 64
-Alpha = float | Float[Array, "..."]  # one number, or one for each row [B, 1, 1], or position [B, T, 1]
+AT_ONCE = 16  # rejected tokens added at once in cactus_law; the fastest of 8, 16, 32 and 64 on CPUs
+Alpha = float | Float[Array, "..."]  # one number, or one per row [B, 1, 1] or position [B, T, 1]
 
 
 class Scores(NamedTuple):
     """Both models' distributions at every position, before and after temperature and truncation."""
 
-    q: Float[Array, "*B V"]  # drafter's own
-    p: Float[Array, "*B V"]  # verifier's own
+    q: Float[Array, "*B V"]  # the drafter's distribution
+    p: Float[Array, "*B V"]  # the verifier's distribution
     q_sampled: Float[Array, "*B V"]  # q~: after temperature, top-k and top-p
     p_sampled: Float[Array, "*B V"]  # p~
     greedy: Bool[Array, "..."]  # temperature 0: q~ and p~ are one-hot; [] or [B, 1, 1]
@@ -47,7 +47,7 @@ def target_probs(
     [.12, .48, .40]
     """
     deferred = jnp.sum(jnp.where(delta, q, 0.0), axis=-1, keepdims=True)
-    # A position's deferred mass is 0 or 1 exactly, whatever the sum of q rounds to.
+    # The deferred mass of a position is exactly 0 or 1, whatever the sum of q rounds to.
     deferred = deferred if delta.shape[-1] > 1 else delta.astype(q.dtype)
     return jnp.where(delta, 0.0, q) + deferred * p
 
@@ -72,7 +72,7 @@ def speculative(s: Scores, alpha: Alpha) -> Array:
 
 
 def certainty(x: Float[Array, "*B V"]) -> Float[Array, "*B 1"]:
-    """-H(x): the counterpart for the log loss of max x for the 0-1 loss."""
+    """-H(x), which is for the log loss what max x is for the 0-1 loss."""
     return -entropy(x)
 
 
@@ -137,18 +137,20 @@ def typical(s: Scores, alpha: Alpha) -> Array:
     """p~(v) <= min(eps, sqrt(eps) exp(-H(p~))) with eps = 1 - alpha, for each token v (Medusa, Cai et al.
     2024, whose default is eps = 0.09).
 
-    Medusa accepts the other drafted tokens whatever q~ gives them, and after a rejection draws from p~
-    itself: its output follows pi of the formula above, with this delta.
+    Medusa accepts all other drafted tokens regardless of q~, and draws from p~ after a rejection. So its
+    output follows pi of the formula above with this delta.
     """
     eps = 1.0 - alpha
     return s.p_sampled <= jnp.minimum(eps, jnp.sqrt(eps) * jnp.exp(-entropy(s.p_sampled)))
 
 
 def relaxed(s: Scores, alpha: Alpha, near: Callable[..., Array], relaxed_top_k: int) -> Array:
-    """Not among the verifier's k most likely tokens, or not `near` their best: TensorRT-LLM's relaxed
-    acceptance by token_v2, p(v) < max p - alpha, and vLLM's by token_v3, p(v) < (1 - alpha) max p.
+    """Defers unless a token is among the verifier's k most likely and `near` the best of them. With token_v2
+    it is TensorRT-LLM's relaxed acceptance, p(v) < max p - alpha, and with token_v3 vLLM's, p(v) < (1 -
+    alpha) max p.
 
-    Both libraries decode greedily there: what is refused becomes argmax p, which is p~ at temperature 0.
+    Both libraries decode greedily in this mode: a refused token is replaced by argmax p, which is p~ at
+    temperature 0.
     """
     return near(s, alpha) | ~likeliest(jnp.log(s.p), relaxed_top_k, relaxed_top_k)
 
@@ -160,19 +162,20 @@ def raised(p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
 
 
 def cactus_law(q: Float[Array, "*B V"], p: Float[Array, "*B V"], delta: Alpha) -> Float[Array, "*B V"]:
-    """The law Cactus emits (Hao and Mou, arXiv 2604.04987, Theorem 2).
+    """The output distribution of Cactus (Hao and Mou, arXiv 2604.04987, Theorem 2).
 
-    A drafted n is verified towards a distribution of its own: h_n(n) = raised(p)(n), and the other tokens'
-    p times s_n = (1 - h_n(n)) / (1 - p(n)). With R_n = max(0, q(n) - h_n(n)), the mass that is rejected,
+    Each drafted token n is verified against its own distribution h_n: h_n(n) = raised(p)(n), and the p of
+    other tokens times s_n = (1 - h_n(n)) / (1 - p(n)). With the rejected mass R_n = max(0, q(n) - h_n(n)),
 
         out(v) = min(q(v), raised(p)(v)) + sum_n R_n max(0, s_n p(v) - q(v)) / sum_u max(0, s_n p(u) - q(u))
 
-    Given this as the target, accepting with min(1, out/q) and drawing from max(0, out - q) is that procedure:
-    a token that may be rejected has s_n p <= p < q for every n, so out is raised(p) there and at least q
-    elsewhere. (The original draws its bonus from p.)
+    With this as the target, accepting with probability min(1, out/q) and drawing from max(0, out - q) is the
+    same procedure: a token that may be rejected has s_n p <= p < q for every n, so out is raised(p) there and
+    at least q elsewhere. (The original draws its bonus token from p.)
 
-    Each rejected token adds a residual of its own. They are added AT_ONCE at a time, the largest R_n first:
-    the drafter overrates few tokens. Those with s_n = 1, at delta = 0 all, share one residual.
+    Each rejected token adds its own residual. These are added AT_ONCE at a time, the largest R_n first,
+    because the drafter overrates few tokens. Tokens with s_n = 1, which are all at delta = 0, share one
+    residual.
     """
     likelier = raised(p, delta)
     scale = jnp.where(p < 1.0, (1.0 - likelier) / jnp.where(p < 1.0, 1.0 - p, 1.0), 0.0)
@@ -202,9 +205,9 @@ def cactus(s: Scores, alpha: Alpha) -> tuple[Array, None]:
 def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -> Float[Array, "*B 1"]:
     """The beta >= 1 with sum max(0, p/beta - q) = R = sum max(0, q - p/(1-alpha)) (Tran-Thien 2023).
 
-    Newton's iteration on the set S = {p > beta q}: beta <- P(S) / (R + Q(S)). It rises to the one
-    root in about three steps (eleven at most, seen over thousands of random cases). 1 where R = 0:
-    nothing is ever rejected there.
+    Newton's iteration on the set S = {p > beta q}: beta <- P(S) / (R + Q(S)). It rises to the only root in
+    about three steps (at most eleven in thousands of random cases). It is 1 if R = 0, where nothing is ever
+    rejected.
     """
     rejected = total_variation(q, p / (1.0 - alpha))
 
@@ -223,14 +226,14 @@ def tuned_beta(q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha) -
 def lossy_law(
     q: Float[Array, "*B V"], p: Float[Array, "*B V"], alpha: Alpha, beta: float | Float[Array, "*B 1"]
 ) -> Float[Array, "*B V"]:
-    """The law lossy speculative sampling emits (Tran-Thien 2023; Lemma 2 where beta is tuned):
+    """The output distribution of lossy speculative sampling (Tran-Thien 2023; Lemma 2 if beta is tuned):
 
         out = min(q, p/(1-alpha)) + R max(0, p/beta - q) / sum max(0, p/beta - q)
 
-    Given this as the target, accepting with min(1, out/q) and drawing from max(0, out - q) is the
-    lossy procedure itself: out = p/(1-alpha) where it rejects and out >= q elsewhere. Unlike
-    Lemma 2's T it sums to one for every beta, so that the bonus position follows it too and the
-    output's law does not depend on the block size. (The original draws its bonus from p.)
+    With this as the target, accepting with probability min(1, out/q) and drawing from max(0, out - q) is the
+    lossy procedure itself: out = p/(1-alpha) where it rejects and out >= q elsewhere. Unlike T in Lemma 2 it
+    sums to one for every beta, so the bonus position can follow it, and the output distribution does not
+    depend on the block size. (The original draws its bonus token from p.)
 
     >>> lossy_law([.6, .3, .1], [.2, .3, .5], alpha=.4, beta=1.)
     [.333, .3, .367]

@@ -1,16 +1,15 @@
-"""Lenience by span: a lenience that changes once certain tokens, a marker, have been written.
+"""A lenience that changes once certain tokens, a marker, have been written.
 
 The lenience at a position is that of the last marker completed before it, or the row's own alpha before any
 marker. Only written tokens count: a marker in the prompt, or one that begins there, has no effect. A marker
-holds to the end of the row, or until another one is completed. Where two are completed by the same token, the
-later one in the row's table decides.
+applies until the end of the row or until another one is completed. If the same token completes two, the later
+one in the row's table counts.
 
-That is exact with every rule. The lenience depends on the prefix alone, so at each place of a drafted block,
-the bonus position included, pi is known before the token there is drawn: of the committed tokens and those
-drafted before it. A marker of drafted tokens that are rejected goes with them, since nothing is remembered
-but what was committed.
+The output distribution is exact with every rule. The lenience depends only on the prefix, so at each position
+of a drafted block, including the bonus position, pi is known before the token there is drawn. A marker in
+drafted tokens that are rejected disappears with them, because only committed tokens are recorded.
 
-Markers and leniences are traced: rows with other markers, or none, share a program.
+Markers and leniences are traced, so rows with different markers, or none, share a program.
 """
 
 import jax
@@ -24,18 +23,18 @@ Array = jax.Array
 
 
 def begun(markers: Markers, first: Int[Array, " B"]) -> Spans:
-    """The spans of rows whose first token to be written has position `first`."""
+    """The spans of rows whose first written token will have position `first`."""
     return Spans(markers, first, jnp.full_like(first, NO_TOKEN))
 
 
 def window(markers: Markers | None, overhang: int) -> int:
-    """The number of last tokens that a row must keep. Samplers that draft for another one, `overhang` tokens
-    past the committed ones, look back as far as the committed tokens of an unfinished marker."""
+    """The number of recent tokens that a row must keep. Samplers that draft for another one, up to `overhang`
+    tokens past the committed ones, need the committed tokens of an unfinished marker."""
     return 0 if markers is None else markers.tokens.shape[-1] + overhang
 
 
 def committed(rows: Rows) -> Rows:
-    """The rows after a round, with the marker that they have completed last."""
+    """The rows after a round, with the last marker that they have completed."""
     if rows.spans is None:
         return rows
     latest = completed(rows.spans, rows, rows.recent[:, :0])[:, 0]
@@ -43,8 +42,8 @@ def committed(rows: Rows) -> Rows:
 
 
 def lenience(rows: Rows, level: int, draft: Int[Array, "B G"]) -> Float[Array, "B T 1"]:
-    """alpha of a level's verifier at each position that follows the committed tokens and those of `draft`
-    before it, the bonus position included; T is 1 where no row has a marker."""
+    """alpha of a level's verifier at each position of `draft` and at the bonus position. T is 1 if no row has
+    a marker."""
     alphas = rows.alphas[:, level - 1, None, None]
     if rows.spans is None:
         return alphas
@@ -53,10 +52,10 @@ def lenience(rows: Rows, level: int, draft: Int[Array, "B G"]) -> Float[Array, "
 
 
 def completed(spans: Spans, rows: Rows, draft: Int[Array, "B G"]) -> Int[Array, "B G+1"]:
-    """The marker that was completed last before each position from rows.start on; -1: none.
+    """The last marker completed before each position from rows.start on; -1: none.
 
-    All tokens of `recent` are searched: in a sampler that drafts for another one, the last of them are not
-    committed yet, and the spans know only the marker that committed tokens have completed.
+    All tokens of `recent` are searched, because in a sampler that drafts for another one the last of them are
+    not committed yet, and the spans record only markers that committed tokens have completed.
     """
     kept, (count, longest) = rows.recent.shape[1], spans.markers.tokens.shape[1:]
     written = rows.start[:, None] + jnp.arange(-kept, 0) >= spans.first[:, None]

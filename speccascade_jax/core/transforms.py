@@ -33,17 +33,17 @@ class Dialect(NamedTuple):
 class Truncation:
     """A way to drop unlikely tokens. keep(x, value, bound) is a mask [*B, V] of the tokens that stay.
 
-    x [*B, V] are the model's logits where it reads `logits`, else probabilities; value broadcasts against x.
-    Truncations of logits all read the same logits. Truncations of probabilities are applied one after the
-    other, in the order of TRUNCATIONS.
+    x [*B, V] are the model's logits if it reads `logits`, else probabilities; value broadcasts against x.
+    Truncations of logits all read the same logits. Truncations of probabilities are applied one after another
+    in the order of TRUNCATIONS.
     """
 
     keep: Callable[[Array, Any, Any], Array]
     low: float
-    high: float  # included, as `low` is unless `above`
+    high: float  # inclusive, like `low` unless `above`
     off: float  # the value that keeps every token
     summary: str  # help text: whole sentences
-    sweep: tuple[float, ...]  # values a sweep tries
+    sweep: tuple[float, ...]  # values that a sweep tries
     letter: str  # for plots
     kind: type = float
     above: bool = False  # `low` is excluded
@@ -80,7 +80,7 @@ class SamplingOptions:
     """
 
     temperature: Any
-    truncations: dict[str, Any]  # by name; only those with a value
+    truncations: dict[str, Any]  # name -> value, only for those with a value
     bounds: tuple[tuple[str, int], ...]  # of bounded truncations
 
     def __init__(self, temperature: Any = 1.0, **values: Any):
@@ -146,7 +146,7 @@ class SamplingOptions:
 
 
 def first(mask: Bool[Array, "*B V"]) -> Int[Array, "*B"]:
-    """The index of the first true entry, V if no entry is true (ten times argmax's speed on CPUs)."""
+    """The index of the first true entry, V if there is none. On CPUs it is ten times as fast as argmax."""
     return jnp.min(jnp.where(mask, jnp.arange(mask.shape[-1], dtype=jnp.int32), mask.shape[-1]), axis=-1)
 
 
@@ -155,8 +155,8 @@ def token_probs(
 ) -> Float[Array, "*B V"]:
     """softmax(logits / temperature) with the truncations of `options`, renormalised.
 
-    Temperature 0, and any below float32's least normal number, is the one-hot argmax (the first index on
-    ties). An option [B] is its row's. TPUs truncate row by row, on the chip, unless `at_once`.
+    Temperature 0, and any below float32's least normal number, gives the one-hot argmax (the first index on
+    ties). An option [B] has one value per row. TPUs truncate row by row, on the chip, unless `at_once`.
     """
     if logits.ndim > 2 and options.truncations and not at_once:
         return lax.platform_dependent(
@@ -179,9 +179,9 @@ def token_probs(
     best = jax.nn.one_hot(first(logits == highest), logits.shape[-1])
     best = jnp.where(
         jnp.isnan(highest), jnp.nan, best
-    )  # or a rule would never defer, and the error would stay hidden
-    # Differences from the highest, so that a tiny temperature overflows downwards only; -inf stays, which a
-    # reciprocal that underflows to 0 would make NaN.
+    )  # otherwise a rule would never defer, which would hide the error
+    # Differences from the maximum, so that a tiny temperature only overflows downwards. -inf is kept, because
+    # a reciprocal that underflows to 0 would make it NaN.
     scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - highest) / jnp.where(greedy, 1.0, temperature))
     for truncation, value, bound in values.values():
         if truncation.logits:
@@ -220,9 +220,9 @@ def likely(probs: Float[Array, "*B V"], share: Any, bound: None) -> Bool[Array, 
 
 
 def largest(x: Float[Array, "*B V"], weights: Any, enough: Any) -> Bool[Array, "*B V"]:
-    """A mask of the fewest largest x (>= 0) whose weights sum to `enough`; on ties, the first ones. Equal x
-    have equal weights. Nothing is sorted: the bits of the smallest x in the mask are determined one at a
-    time."""
+    """A mask of the smallest number of largest x (>= 0) whose weights sum to `enough`; on ties, the first
+    ones. Equal x have equal weights. It does not sort: the bits of the smallest x in the mask are determined
+    one at a time."""
 
     def bit(n: Array, edge: Array) -> Array:
         higher = edge | (jnp.uint32(2**31) >> n)
@@ -243,8 +243,8 @@ def renormalized(probs: Float[Array, "*B V"], mask: Bool[Array, "*B V"]) -> Floa
 
 
 def within_sigmas(logits: Float[Array, "*B V"], number: Any, bound: None) -> Bool[Array, "*B V"]:
-    """The tokens whose logits lie at most `number` standard deviations of all logits below the largest one,
-    at any temperature (Tang et al. 2024, arXiv 2411.07641). Logits of -inf are ignored."""
+    """The tokens whose logits are at most `number` standard deviations (of all logits) below the largest, at
+    any temperature (Tang et al. 2024, arXiv 2411.07641). Logits of -inf are ignored."""
     written = logits > -jnp.inf
     highest = jnp.max(logits, axis=-1, keepdims=True)
     sigma = jnp.std(logits, axis=-1, keepdims=True, where=written)

@@ -1,9 +1,8 @@
-"""Draft + target distribution -> how many tokens are accepted, and the one that follows them.
+"""Verification: from a draft and target distributions to the accepted tokens and the next token.
 
-Two ways, of one law: whatever the drafter's distribution q~, what is written follows pi, given what is before
-it. By `token`, each drafted token is accepted or rejected by itself, up to the first that is rejected. By
-`block` (Sun et al., arXiv 2403.10444), the draft is judged as a whole, and on average at least as many of its
-tokens are accepted.
+With both verifications, the output follows pi given its prefix, for every drafter distribution q~. `token`
+accepts or rejects each drafted token separately, up to the first rejection. `block` (Sun et al., arXiv
+2403.10444) judges the draft as a whole and on average accepts at least as many tokens.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ Array = jax.Array
 
 class Draft(NamedTuple):
     tokens: Int[Array, "B G"]
-    probs: Float[Array, "B G+1 V"]  # q~: what each token was drawn from; after the last, the bonus position's
-    size: Int[Array, " B"]  # 0 .. G: how many there are
+    probs: Float[Array, "B G+1 V"]  # q~ of each drafted token, then that of the bonus position
+    size: Int[Array, " B"]  # 0 .. G, number of drafted tokens
 
     @property
     def inside(self) -> Bool[Array, "B G"]:
@@ -32,7 +31,7 @@ class Draft(NamedTuple):
 
 class Verdict(NamedTuple):
     num_accepted: Int[Array, " B"]  # 0 .. size
-    next_token: Int[Array, " B"]  # a correction if num_accepted < size, else the bonus
+    next_token: Int[Array, " B"]  # a correction if num_accepted < size, else the bonus token
 
 
 def by_token(
@@ -40,7 +39,7 @@ def by_token(
 ) -> tuple[Int[Array, " B"], Float[Array, "B G+1"]]:
     """The number of leading j with u_j q~_j(x_j) < pi_j(x_j), and weights of 1.
 
-    Strict, so that u = 0 never accepts what pi gives no mass; a product, so that nothing divides.
+    Strict, so that u = 0 never accepts a token without mass in pi. A product avoids a division by zero.
     """
     accepted = (u * _of_drafted(draft.probs, draft) < _of_drafted(pi, draft)) & draft.inside
     return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1), jnp.ones(pi.shape[:2])
@@ -49,7 +48,7 @@ def by_token(
 def by_block(
     u: Float[Array, "B G"], draft: Draft, pi: Float[Array, "B G+1 V"]
 ) -> tuple[Int[Array, " B"], Float[Array, "B G+1"]]:
-    """The largest j with u_j < h_j, 0 if there is none, and the weights w_0 .. w_G: see block_chances()."""
+    """The largest j with u_j < h_j (0 if there is none), and the weights w_0 .. w_G: see block_chances()."""
     chances, weights = block_chances(draft, pi)
     count = 1 + jnp.arange(u.shape[1])
     return jnp.max(jnp.where((u < chances) & draft.inside, count, 0), axis=1, initial=0), weights
@@ -63,8 +62,8 @@ def block_chances(
         w_0 = 1    w_j = min(1, w_{j-1} pi_j(x_j) / q~_j(x_j))
         R_j = sum_v max(0, w_j pi_{j+1}(v) - q~_{j+1}(v))    h_j = R_j / (R_j + 1 - w_j), and w_n for j = n
 
-    Given the first j tokens, at least j stand with probability w_j; what follows exactly j of them is drawn
-    from max(0, w_j pi_{j+1} - q~_{j+1}). Where both w_j = 1 and R_j = 0 any h_j serves.
+    Given the first j tokens, at least j are accepted with probability w_j. If exactly j are, the next token
+    is drawn from max(0, w_j pi_{j+1} - q~_{j+1}). If w_j = 1 and R_j = 0, any h_j is valid.
     """
     weights = block_weights(draft, pi)
     left = jnp.sum(jnp.maximum(weights[..., None] * pi - draft.probs, 0.0), axis=-1)[:, 1:]
@@ -98,7 +97,7 @@ def standing_by_block(ratios: Float[np.ndarray, "*B G"]) -> Float[np.ndarray, "*
     It is q~(x_1..x_j) w_j / pi(x_1..x_j), where w_j = min_{k <= j} prod_{k < i <= j} 1 / r_i.
     """
     with np.errstate(divide="ignore"):
-        logarithms = np.log(ratios, dtype=np.float64)  # whose sums do not overflow
+        logarithms = np.log(ratios, dtype=np.float64)  # sums of logarithms do not overflow
     return _from_one(np.exp(np.minimum(np.cumsum(logarithms, axis=-1), 0)), np.minimum)
 
 
@@ -111,11 +110,11 @@ class Verification:
     """A way to verify a draft."""
 
     accept: Callable[..., tuple[Array, Array]]
-    """(u, draft, pi) -> how many tokens are accepted [B], and pi's weight in the residual after each number
-    of them [B, G+1]."""
+    """(u, draft, pi) -> the number of accepted tokens [B], and pi's weight in the residual after each number
+    of accepted tokens [B, G+1]."""
     standing: Callable[[np.ndarray], np.ndarray]
-    """The probability, given a written text x, that the first j = 0 .. G drafted tokens of a round are
-    accepted and are x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i). Plans and expected numbers of calls are
+    """The probability, given an output text x, that the first j = 0 .. G drafted tokens of a round are
+    accepted and equal x_1 .. x_j, from r_i = q~_i(x_i) / pi_i(x_i). Plans and expected numbers of calls are
     based on it."""
     summary: str  # a phrase for help texts
     by_round: bool = False  # each round needs its own random numbers: see randomness.noise
@@ -146,7 +145,7 @@ def is_default(name: str) -> bool:
 
 
 def residual(pi: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """max(0, pi - q), unnormalised; pi where rounding leaves it no mass."""
+    """max(0, pi - q), unnormalised; pi if rounding leaves no mass."""
     weights = jnp.maximum(pi - q, 0.0)
     return jnp.where(jnp.sum(weights, axis=-1, keepdims=True) > 0, weights, pi)
 
@@ -161,9 +160,9 @@ def verify(
 ) -> Verdict:
     """Steps 4 and 5 of GenSpecSample (Narasimhan et al., Algorithm 4): the output follows pi.
 
-    accept_u and draw_u are independent uniforms, one for each drafted position and one for each at which a
-    token may be drawn. Of several `ways`, `way` is the index of each row's. The bonus position is a rejection
-    of nothing: with q~ taken as zero there its residual is pi itself.
+    accept_u and draw_u are independent uniforms, for each drafted position and each position at which a token
+    may be drawn. `way` is the index of each row's verification in `ways`. The bonus position is treated as a
+    rejection with q~ = 0, whose residual is pi.
     """
     (num_accepted, weights), *others = (each.accept(accept_u, draft, pi) for each in ways)
     for number, (accepted, other_weights) in enumerate(others, 1):
@@ -182,7 +181,8 @@ def verify(
 
 
 def deferred_drafts(delta: Array | None, draft: Draft) -> Int[Array, " B"]:
-    """At how many drafted positions the rule defers (a per-token rule: the drafted token)."""
+    """The number of drafted positions at which the rule defers; a per-token rule counts if it defers the
+    drafted token."""
     if delta is None:
         return jnp.zeros_like(draft.size)
     delta = jnp.broadcast_to(delta, (*draft.probs.shape[:2], delta.shape[-1]))[:, :-1]

@@ -1,1 +1,1 @@
-"""Quality, trade-offs, few-shot tasks, timing."""
+"""Evaluation: quality, trade-offs, few-shot tasks and timing."""

@@ -22,12 +22,12 @@ from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy
 from speccascade_jax.planning.readings import Reading
 from speccascade_jax.scheduling.programs import Clock, Plan
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # batch sizes that are looked at
-MEMORY_SHARE = 0.9  # of a chip's memory that parameters and caches may take; the rest is for a round's arrays
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # batch sizes to consider
+MEMORY_SHARE = 0.9  # of a chip's memory for parameters and caches; the rest is for a round's arrays
 
 
 class DescribedModel:
-    """A model on described chips, in shapes without values, for rows of one width."""
+    """A model on described chips, as shapes without values, for rows of one width."""
 
     def __init__(self, config: Config, chips: "Chips"):
         self.config, self.chips = config, chips
@@ -39,7 +39,7 @@ class DescribedModel:
 
     @cached_property
     def cache(self) -> Any:
-        """The shapes of one row's cache, and where its parts are: after compiling the reading of a prompt."""
+        """The shapes and shardings of one row's cache, obtained by compiling the prefill."""
         chips, config = self.chips, self.config
         plan = Plan(Autoregressive(self.model), chips.new_tokens, config.eos_id, config.vocab_size)
         programs = tpus.Described(plan, self.params, None, Clock())
@@ -62,7 +62,7 @@ class DescribedModel:
 
     @cached_property
     def call_flops(self) -> tuple[float, float]:
-        """A chip's share of a call's products for one row: of the first token, and of each further one."""
+        """A chip's share of the FLOP of a call for one row: for the first token, and for each further one."""
 
         def flops(tokens: int) -> float:
             read = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
@@ -72,7 +72,7 @@ class DescribedModel:
         return flops(1), flops(2) - flops(1)
 
     def call_seconds(self, rows: int, longest: int) -> Float[np.ndarray, " N"]:
-        """The least seconds of calls that read n = 0 .. longest tokens of each row."""
+        """Lower bounds of the seconds of calls that read n = 0 .. longest tokens of each row."""
         reading = (self.weight_bytes + rows * self.row_bytes) / self.chips.chip.bandwidth
         first, further = self.call_flops
         work = rows * (first + (np.arange(longest + 1) - 1) * further) / self.chips.chip.rate
@@ -80,7 +80,7 @@ class DescribedModel:
 
     @cached_property
     def prompt_seconds(self) -> float:
-        """The least seconds to read one prompt."""
+        """A lower bound of the seconds to read one prompt."""
         chips = self.chips
         source = jax.ShapeDtypeStruct((1, chips.source_length), jnp.int32)
         length = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -96,9 +96,9 @@ class DescribedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Chips:
-    """Chips that share each model's parameters, and the texts they decode."""
+    """Chips that share each model's parameters, and the texts that they decode."""
 
-    topology: str  # v5e:2x2, say
+    topology: str  # for example v5e:2x2
     devices: int
     dtype: str
     source_length: int
@@ -115,7 +115,7 @@ class Chips:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChipPlan:
-    """The plan of least time at one batch size."""
+    """The fastest plan for one batch size."""
 
     rows: int
     plan: PlannedHierarchy
@@ -124,12 +124,12 @@ class ChipPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """The throughput of all rows while all are busy."""
+        """The throughput while all rows are busy."""
         return self.rows / self.plan.seconds_per_token
 
     @property
     def round_seconds(self) -> float:
-        """A call of the verifier with all that comes before it."""
+        """The seconds of a verifier call and the drafting before it."""
         chosen = [self.candidates.names.index(name) for name in self.plan.models]
         once = self.candidates.once[chosen].sum()
         return float((self.plan.seconds_per_token - once) / self.plan.passes_per_token[-1])
@@ -141,7 +141,7 @@ class ChipPlan:
 
     @property
     def emitted(self) -> Float[np.ndarray, " L"]:
-        """[x]: the chance that a round writes x tokens."""
+        """[x]: the probability that a round writes x tokens."""
         if len(self.plan.models) == 1:
             return np.array([0.0, 1.0])
         pair = tuple(map(self.candidates.names.index, self.plan.models[-2:]))
@@ -157,8 +157,8 @@ def plans_by_rows(
     max_block: int,
     hand_over: HandOver,
 ) -> Iterator[ChipPlan]:
-    """Yields the fastest plan for each batch size that fits, over all members, block sizes and ways to
-    verify; on a tie, the first way. Raises FieldError if not even one row fits."""
+    """Yields the fastest plan for each batch size that fits, over all members, block sizes and verifications;
+    on a tie, the first verification. Raises FieldError if not even one row fits."""
     last, chips = len(members) - 1, members[0].chips
     for rows in ROWS:
         held = sum(member.held_bytes + rows * member.row_bytes for member in members)
@@ -173,7 +173,7 @@ def plans_by_rows(
                 )
             return
         seconds = np.stack([member.call_seconds(rows, max_block + 1) for member in members])
-        # While a row's prompt is read, the other rows wait: a text waits for those of all rows.
+        # All rows wait while a prompt is read, so a text waits for the prompts of all rows.
         prompts = rows * np.array([member.prompt_seconds for member in members])
         plans = []
         for name, way in VERIFICATIONS.items():

@@ -1,7 +1,7 @@
-"""An analysis of a program compiled for an accelerator, from its text: its loops, what they read from memory
-and copy, and whether they wait for the host.
+"""Analyses the text of a program compiled for an accelerator: its loops, what they read from memory and copy,
+and whether they wait for the host.
 
-Sizes are those in memory: the tiles that an array is laid out in fill up its last axes.
+Sizes are those in memory, where the last axes of an array are padded to whole tiles.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ BITS = {
     "s64": 64,
     "u64": 64,
     "f64": 64,
-}  # all others 32, but for eight-bit floats
+}  # all others have 32, except for eight-bit floats
 ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")
 HOST = ("infeed", "outfeed", "send", "recv")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 SAME = ("get-tuple-element", "tuple", "bitcast", "optimization-barrier", "while", "copy-done", "reshape")
-"""Operations whose result is their operand, or holds it."""
+"""Operations whose result is or contains their operand."""
 UNREAD = ("parameter", "constant", "iota", "after-all", "partition-id", "call", "conditional", *SAME[:-1])
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = ("dynamic-update-slice", "scatter")
@@ -38,7 +38,7 @@ IN_PLACE = ("dynamic-update-slice", "scatter")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array as a program holds it."""
+    """An array of a program, with its layout."""
 
     kind: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Array:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes from fastest to slowest, without those of size one."""
+        """The axes from fastest to slowest, without those of size 1."""
         axes = self.layout.split(":")[0]
         numbers = [int(n) for n in axes.split(",") if n] or range(len(self.shape))[::-1]
         return tuple(n for n in numbers if n < len(self.shape) and self.shape[n] > 1)
@@ -72,7 +72,7 @@ class Array:
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     name: str
-    arrays: tuple[Array, ...]  # of a tuple all parts
+    arrays: tuple[Array, ...]  # all parts of a tuple
     operation: str
     operands: tuple[str, ...]
     rest: str
@@ -84,29 +84,29 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """The index of the tuple's part that it takes, or of the parameter that it is."""
+        """The index of the tuple's part that it selects, or of the parameter that it is."""
         match = re.search(r"index=(\d+)" if self.operation == "get-tuple-element" else r"^(\d+)", self.rest)
         return int(match[1]) if match else 0
 
     @property
     def made(self) -> tuple[int, int]:
-        """The bytes of what it makes, in HBM and on the chip."""
+        """The bytes of its results, in HBM and on the chip."""
         arrays = self.arrays
-        if self.operation.endswith("-start"):  # (where it goes, where it was, ...), or the other way round
+        if self.operation.endswith("-start"):  # (destination, source, ...), or the other way round
             arrays = arrays[:1] if self.operation == "copy-start" else arrays[1:2]
         fast = sum(x.bytes for x in arrays if x.fast)
         return sum(x.bytes for x in arrays) - fast, fast
 
 
 class Computation(dict[str, Instruction]):
-    """Its instructions by name, in their order."""
+    """A computation's instructions by name, in order."""
 
     @property
     def root(self) -> Instruction:
         return next(instruction for instruction in self.values() if instruction.is_root)
 
     def origin(self, instruction: Instruction) -> Instruction:
-        """The instruction that made an array that is passed on."""
+        """The instruction that made an array, through those that only pass it on."""
         while instruction.operation in SAME and instruction.operands:
             instruction = self[instruction.operands[0]]
         return instruction
@@ -118,8 +118,8 @@ class Computation(dict[str, Instruction]):
 @dataclasses.dataclass(frozen=True)
 class Loop:
     body: str
-    times: int | None  # None: as often as the data say
-    inside: str  # the computation that it is in
+    times: int | None  # None: depends on the data
+    inside: str  # the computation that contains it
 
 
 class Program:
@@ -165,9 +165,8 @@ class Program:
 
     @cached_property
     def rounds(self) -> Loop:
-        """The loop over rounds: the outermost one that runs as often as the data say.
-
-        Raises ValueError if there is none.
+        """The loop over rounds: the outermost one whose number of iterations depends on the data. Raises
+        ValueError if there is none.
         """
         open_ended = [loop for loop in self.loops if loop.times is None]
         bodies = {loop.body for loop in open_ended}
@@ -200,7 +199,7 @@ class Program:
         return [name for name in called if name in self.computations]
 
     def bytes_read(self, name: str) -> int:
-        """Bytes that a computation reads from HBM; of an array that it takes slices of only these."""
+        """The bytes that a computation reads from HBM; for an array that it slices, only the slices count."""
         return sum(times * self._read(instruction, where) for instruction, where, times in self.within(name))
 
     def _read(self, instruction: Instruction, where: Computation) -> int:
@@ -211,7 +210,7 @@ class Program:
             or "ConcatBitcast" in instruction.rest
         ):
             return 0
-        if instruction.operation.endswith("-start"):  # an array's way to VMEM or back, or to another chip
+        if instruction.operation.endswith("-start"):  # moves an array to VMEM or back, or to another chip
             source = where[instruction.operands[0]].arrays[:1] if instruction.operands[0] in where else ()
             moved = min((x.bytes for x in instruction.arrays if x.count > 1), default=0)
             return 0 if not source or source[0].fast else moved
@@ -249,9 +248,7 @@ class Program:
                     total += sum(x.bytes for x in user.arrays)
                 elif user.operation == "fusion":
                     inner = self.computations[user.called("calls")]
-                    if _only_moves(
-                        inner
-                    ):  # copied to another layout on its way: what is read of the copy counts
+                    if _only_moves(inner):  # copied to another layout: reads of the copy count
                         names.append(user.name)
                     else:
                         total += self._read_in_fusion(inner, user.operands.index(name), whole)
@@ -260,13 +257,13 @@ class Program:
         return min(total, whole)
 
     def temporaries(self) -> tuple[int, int]:
-        """The most bytes that the program holds at a time besides arguments and results, in HBM and on the
-        chip, as its instructions follow each other."""
+        """The peak bytes of temporaries, besides arguments and results, in HBM and on the chip, in the order
+        of the instructions."""
         return self._held(self.entry)
 
     def _held(self, name: str) -> tuple[int, int]:
         where = self.computations[name]
-        buffers: dict[str, list[frozenset[str]]] = {}  # of each part of a value: what made its buffers
+        buffers: dict[str, list[frozenset[str]]] = {}  # for each part of a value, the makers of its buffers
         for instruction in where.values():
             buffers[instruction.name] = self._buffers(instruction, where, buffers)
         last = {
@@ -333,7 +330,7 @@ class Program:
         return [frozenset().union(*map(joined, same))] if same else [frozenset({instruction.name})]
 
     def _in_place(self, instruction: Instruction, place: int) -> bool:
-        """Whether an instruction writes into that operand, which its result then is."""
+        """Whether an instruction writes its result into that operand."""
         if instruction.operation in IN_PLACE:
             return place == 0
         if instruction.operation != "fusion":
@@ -344,7 +341,7 @@ class Program:
         return first is not last and first.operation == "parameter" and first.index == place
 
     def faults(self, name: str, kept: Set[tuple[str, int]]) -> dict[str, list[str]]:
-        """Unwanted operations in a loop's body: a line per instance, by kind.
+        """Unwanted operations in a loop's body: kind -> one line per instance.
 
         kept: (dtype, number of entries) of the weights and caches, including those of a single layer. Copies
         that overlap with computation do not count.

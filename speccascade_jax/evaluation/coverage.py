@@ -13,9 +13,9 @@ from speccascade_jax.vocabularies.translated import NONE, Translated
 
 
 def coverage(cascade: Cascade, outputs: Sequence[Output], limit: int = 32) -> dict[str, tuple[float, float]]:
-    """For each drafter of another vocabulary, the share of the verifier's tokens that both have, and of the
-    verifier's probability: the mean of sum p(t) over these, at temperature 1, over the positions of the first
-    `limit` outputs (nan where all are empty)."""
+    """For each drafter with another vocabulary, the share of the verifier's tokens that both have, and their
+    share of the verifier's probability at temperature 1: the mean of sum p(t) over the positions of the first
+    `limit` outputs (nan if all are empty)."""
     shared = {
         str(n): np.asarray(weights.tables.place)[: cascade.tokenizer.size] < NONE
         for n, (model, weights) in enumerate(zip(cascade.models, cascade.params, strict=True))
@@ -50,7 +50,7 @@ def coverage(cascade: Cascade, outputs: Sequence[Output], limit: int = 32) -> di
 
 
 def shown(cascade: Cascade, outputs: Sequence[Output]) -> dict[str, str]:
-    """coverage() in words, for summaries; nothing if there is one vocabulary."""
+    """coverage() as text for summaries; empty if there is only one vocabulary."""
     name = cascade.strategy.name
     return {
         f"vocabulary of model {model}": f"{name}; shared: {tokens:.1%} of the tokens, {mass:.1%} of the "

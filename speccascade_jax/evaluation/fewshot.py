@@ -1,7 +1,7 @@
-"""Tasks that a model without fine-tuning does from examples: prompts, stop sequences, answers, scores.
+"""Few-shot tasks for models without fine-tuning: prompts, stop sequences, answers, scores.
 
-TASKS declares each task once: those of the paper's Gemma 2 runs. The flags of scripts/fewshot.py, their help
-and their checks read its entry: a new task is one more entry.
+TASKS declares each task once; they are those of the paper's Gemma 2 runs. The flags of scripts/fewshot.py,
+their help and their checks derive from these entries, so a new task is one more entry.
 """
 
 import dataclasses
@@ -27,44 +27,44 @@ class Marks(NamedTuple):
     """The scores of answers to a task's examples."""
 
     figures: dict[str, float]  # 0 to 100
-    answers: list[Any]  # of each answer, in order; empty where only all together have a score
+    answers: list[Any]  # one per answer, in order; empty if only the whole set has a score
 
 
-Score = Callable[[Sequence[str], Sequence[Example]], Marks]  # of answers to examples
+Score = Callable[[Sequence[str], Sequence[Example]], Marks]  # (answers, examples) -> Marks
 NO_ANSWER = "unanswerable"
 TEXT, TEXTS, SOME_TEXTS = "a text", "a list of texts", "a list of texts, one or more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotTask:
-    """The format of examples and answers in a prompt, and the reading and scoring of a model's answer."""
+    """A task's prompt format, and how a model's answers are read and scored."""
 
     name: str
-    summary: str  # one sentence for people
+    summary: str  # one sentence for help texts
     examples: str  # file with the questions (data.read_examples)
-    shot_pool: str  # file with those that are shown
+    shot_pool: str  # file with the examples to show
     shots: int
     question: Callable[[Example], str]  # ends where the answer begins
-    answer: Callable[[Example], str]  # of an example that is shown, from its first character on
-    read: Callable[[str], str]  # the answer in a model's output
+    answer: Callable[[Example], str]  # the answer that is shown for an example
+    read: Callable[[str], str]  # extracts the answer from a model's output
     score: Score
     stop: tuple[str, ...]
     max_new_tokens: int
-    fields: dict[str, str]  # what every example of both files has: TEXT, TEXTS or SOME_TEXTS
-    fixed_shots: tuple[int, ...] | None = None  # numbers in the pool, where the task's authors fixed them
-    executes: bool = False  # the score runs the models' programs, in a sandbox
-    check: Callable[[Example], None] = lambda example: None  # raises ValueError where it cannot be scored
+    fields: dict[str, str]  # fields of every example in both files: TEXT, TEXTS or SOME_TEXTS
+    fixed_shots: tuple[int, ...] | None = None  # indices in the pool, if the task's authors fixed them
+    executes: bool = False  # scoring runs the models' programs in a sandbox
+    check: Callable[[Example], None] = lambda example: None  # raises ValueError if it cannot be scored
 
 
 class Prompts(NamedTuple):
     texts: list[str]
     examples: list[Example]
-    shots: list[int]  # which of the pool are shown
-    shown: str  # what all texts begin with: the shots and their answers
+    shots: list[int]  # the indices of the shots in the pool
+    shown: str  # the common beginning of all texts: the shots with their answers
 
 
 def checked_examples(task: FewShotTask, path: str) -> list[Example]:
-    """The examples of a file. Raises FieldError with the line of one that lacks a field of the task's."""
+    """The examples of a file. Raises FieldError, with the line number, if one lacks a field of the task."""
     examples = list(read_examples(path))
     for number, example in enumerate(examples, 1):
         for name, kind in task.fields.items():
@@ -82,7 +82,7 @@ def checked_examples(task: FewShotTask, path: str) -> list[Example]:
 
 def build_prompts(task: FewShotTask, seed: int, limit: int | None = None) -> Prompts:
     """The prompts of the first `limit` examples: the shots, drawn from the pool with `seed`, then the
-    question. Where both come from one file, the shots are no questions.
+    question. If both come from the same file, shots are not used as questions.
 
     Raises FieldError if the pool has too few examples, no question is left, or one cannot be scored.
     """
@@ -125,14 +125,14 @@ def normalized(text: str) -> str:
 
 
 def normalized_trivia(text: str) -> str:
-    """TriviaQA's: as SQuAD's, but punctuation (curly quotes too) becomes a space."""
+    """TriviaQA's normalisation: like SQuAD's, but punctuation, including curly quotes, becomes a space."""
     marks = string.punctuation + "\u2018\u2019\u00b4"
     text = "".join(" " if c in marks else c for c in text.lower())
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def token_f1(answer: str, gold: str) -> float:
-    """F1 of the normalised words; of two empty answers 1 (SQuAD 2.0: Rajpurkar et al. 2018)."""
+    """The F1 of the normalised words; 1 for two empty answers (SQuAD 2.0: Rajpurkar et al. 2018)."""
     words, right = normalized(answer).split(), normalized(gold).split()
     if not words or not right:
         return float(words == right)
@@ -141,7 +141,7 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 def score_squad(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
-    """The official evaluation's `exact` and `f1`, over all and over those with and without an answer."""
+    """The official `exact` and `f1`, over all examples and over those with and without an answer."""
     exact, f1 = [], []
     for answer, example in zip(answers, examples, strict=True):
         golds = [gold for gold in example["answers"] if normalized(gold)] or [""]
@@ -163,7 +163,7 @@ def score_squad(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
 
 
 def exact_match(normal: Callable[[str], str]) -> Score:
-    """Share of answers that equal one of the right ones under the normalisation."""
+    """The share of answers that equal a correct one after normalisation."""
 
     def score(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
         right = [
@@ -176,8 +176,8 @@ def exact_match(normal: Callable[[str], str]) -> Score:
 
 
 def final_number(text: str) -> str:
-    """The number after the last "answer is", else the last number; "" if there is neither. Without
-    thousands separators, trailing zeros and a final point."""
+    """The number after the last "answer is", else the last number, without thousands separators, trailing
+    zeros and a final point; "" if there is none."""
     number = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
     said = re.findall(rf"answer is[^\d\-$.]*({number})", text) or re.findall(number, text)
     if not said:
@@ -194,13 +194,14 @@ def score_gsm8k(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
 
 
 def program_of(text: str) -> str:
-    """The code in an output: what a fence holds, else all of it."""
+    """The code in an output: the contents of a fence if there is one, else all of it."""
     fenced = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", text, re.DOTALL)
     return (fenced.group(1) if fenced else text).strip("\n")
 
 
 def score_mbpp(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
-    """Runs each program and its task's tests in the sandbox: the share that pass, and of each other end."""
+    """Runs each program and its task's tests in the sandbox: the share that pass, and the share of each other
+    outcome."""
     verdicts = [
         run_program(f"{answer}\n{example.get('test_setup_code') or ''}", example["test_list"])
         for answer, example in zip(answers, examples, strict=True)
@@ -215,7 +216,7 @@ def check_tests(example: Example) -> None:
 
 
 def against_references(metric: str, field: str) -> Score:
-    """A metric of quality.METRICS against the examples' `field`."""
+    """Scores answers with a metric of quality.METRICS against the examples' `field`."""
 
     def score(answers: Sequence[str], examples: Sequence[Example]) -> Marks:
         return Marks({metric: METRICS[metric](answers, [[example[field]] for example in examples])}, [])
@@ -376,11 +377,11 @@ TASKS = {
         ),
     )
 }
-"""By name."""
+"""The tasks by name."""
 
 
 def task_of(name: str) -> FewShotTask:
-    """Raises FieldError for a task that TASKS lacks."""
+    """The task of that name. Raises FieldError if TASKS lacks it."""
     task = TASKS.get(name)
     if task is None:
         raise FieldError("task", name, f"known: {', '.join(TASKS)}.", f"unknown task {name!r}")

@@ -1,4 +1,5 @@
-"""Load for a server in OpenAI's wire format: closed and open loops, and what its clients see."""
+"""Generates load for a server in OpenAI's wire format, in closed and open loops, and measures what clients
+see."""
 
 import asyncio
 import dataclasses
@@ -19,7 +20,7 @@ class Reply:
     """The reply to one client. Status 0: the connection broke, or the stream ended early."""
 
     status: int
-    first: float  # seconds to the first tokens; 0: there were none
+    first: float  # seconds to the first tokens; 0: none arrived
     seconds: float
     tokens: int
 
@@ -63,12 +64,12 @@ class Load:
 
 
 def merged(loads: Sequence[Load]) -> Load:
-    """Several loops, one after the other, as one."""
+    """Merges consecutive loops into one."""
     return Load([reply for load in loads for reply in load.replies], sum(load.seconds for load in loads))
 
 
 async def ask(url: str, body: Body, key: str = "") -> Reply:
-    """A streamed request over a separate connection."""
+    """Sends a streamed request over its own connection."""
     place, began = urlsplit(url), time.perf_counter()
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = (
@@ -87,7 +88,7 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
                 ended = True
             elif line.startswith(b"data: "):
                 first = first or time.perf_counter() - began
-                if b"completion_tokens" in line:  # most events are not read: clients take the server's cores
+                if b"completion_tokens" in line:  # parses few events, to leave the cores to the server
                     tokens = json.loads(line[6:])["usage"]["completion_tokens"]
                 status = 0 if line.startswith(b'data: {"error"') else status
     except (OSError, ValueError, IndexError, asyncio.IncompleteReadError):
@@ -99,7 +100,7 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
 
 
 async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str = "") -> Load:
-    """`clients` at a time, each sending the next body when its last one is answered."""
+    """A closed loop: each of `clients` sends the next body when its last one is answered."""
     waiting: Iterator[Body] = iter(bodies)
     replies: list[Reply] = []
 
@@ -122,8 +123,8 @@ async def open_loop(
     seed: int = 0,
     watch: Callable[[], None] = lambda: None,
 ) -> Load:
-    """Requests at random times, `rate` a second on average, whatever becomes of the earlier ones. `watch` is
-    called ten times on the way."""
+    """An open loop: requests at random times, on average `rate` per second, independently of earlier replies.
+    `watch` is called ten times during the loop."""
     draw, tasks, began, watched = random.Random(seed), list[asyncio.Task[Reply]](), time.perf_counter(), 0
     due = began
     while (due := due + draw.expovariate(rate)) < began + seconds:

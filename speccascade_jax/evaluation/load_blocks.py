@@ -1,4 +1,5 @@
-"""Blocks that follow the load against fixed ones and the verifier alone, in a server's scheduler."""
+"""Compares block sizes that follow the load with fixed ones and the verifier alone, in a server's
+scheduler."""
 
 import dataclasses
 import time
@@ -21,19 +22,19 @@ class Pass(NamedTuple):
     """The measurements of one pass over the texts."""
 
     tokens_per_second: float
-    first_token_ms: float  # the median
-    block_size: float  # the mean over the turns of rounds; 0: the verifier alone
+    first_token_ms: float  # median
+    block_size: float  # mean over turns; 0 for the verifier alone
 
 
 @dataclasses.dataclass
 class Decoder:
-    """A full batch whose rows take the next text when they have ended one."""
+    """A full batch whose rows take the next text as soon as one ends."""
 
     scheduler: Continuous
     lane: Lane
     settings: Settings
     rows: int
-    fixed: int | None = None  # a block size for all rounds, whatever the load
+    fixed: int | None = None  # a block size for all rounds
 
     def requests(self, cascade: Cascade, texts: Sequence[str]) -> list[Request]:
         read, _ = cascade.encode(texts, truncate=True)
@@ -44,12 +45,12 @@ class Decoder:
         ]
 
     def run(self, requests: Sequence[Request]) -> Pass:
-        """Decodes all of the requests, with twice as many as rows in the scheduler at a time."""
+        """Decodes all requests, keeping twice as many requests as rows in the scheduler."""
         scheduler, waiting, came = self.scheduler, iter(requests), dict[int, float]()
         unseen, firsts, sizes, tokens = set[int](), list[float](), list[int](), 0
         blocks = scheduler.blocks
         if blocks is not None and self.fixed is not None:
-            blocks.seconds = {}  # of no other size
+            blocks.seconds = {}  # measured for other sizes
         began = time.perf_counter()
         while True:
             for request in waiting:
@@ -79,7 +80,7 @@ class Decoder:
 
 
 def decoders(cascade: Cascade, settings: Settings, rows: int) -> dict[str, Decoder]:
-    """By load, with the settings' fixed size, and the verifier alone."""
+    """The decoders: block sizes by load, the settings' fixed size, and the verifier alone."""
     alone = dataclasses.replace(settings, method=VERIFIER)
     width, made = cascade.max_source_length, dict[str, Decoder]()
     for name, choice in (("by_load", settings), ("fixed", settings), ("verifier", alone)):
@@ -109,8 +110,8 @@ def compared(
     passes: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Figures of each decoder over the passes, which they make in turn, and how many times as many tokens per
-    second blocks by load wrote as the better of the others: of each pass, and their median.
+    """The figures of each decoder over the passes, which they make in turn, and the throughput of blocks by
+    load relative to the better of the others, for each pass and as a median.
 
     Raises FieldError for models whose blocks cannot follow the load.
     """

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from speccascade_jax.evaluation.load import Body
 
 PAUSE = 1.0  # seconds that a client waits after a refusal
-BETWEEN = 10.0  # seconds without a kill, after all replicas run
+BETWEEN = 10.0  # seconds without a kill once all replicas run
 
 
 class Outcome(NamedTuple):
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 async def outcome(url: str, body: Body) -> Outcome:
-    """Sends a request over a separate connection, and reads its whole answer."""
+    """Sends a request over its own connection and reads the whole answer."""
     place = urlsplit(url)
     data = json.dumps(body).encode()
     head = (
@@ -66,7 +66,7 @@ def judged(status: int, answer: bytes, stream: bool) -> Outcome:
 
 
 async def texts_of(url: str, bodies: Sequence[Body], clients: int) -> list[str]:
-    """The answers to all bodies, while nothing is killed. Raises ValueError if one is not answered."""
+    """The answers to all bodies without kills. Raises ValueError if one is not answered."""
     waiting, texts = iter(enumerate(bodies)), [""] * len(bodies)
 
     async def client() -> None:
@@ -123,7 +123,7 @@ async def under_kills(
 
 
 class Killer:
-    """Kills one replica of the local cluster of a server, a process, whenever all `count` of them have taken
+    """Kills one replica (a process) of a server's local cluster whenever all `count` replicas have accepted
     requests for a while."""
 
     def __init__(self, server: int, url: str, count: int, between: float = BETWEEN):

@@ -36,8 +36,9 @@ SWEPT = (
 class Measurements:
     """The measurements of one split.
 
-    limit: only this many examples, the first ones. timed: how many random examples are timed, `trials` times;
-    0: none. Raises ValueError if the split has no examples or references that its metric cannot use.
+    limit: use only the first `limit` examples. timed: the number of random examples to time, `trials` times
+    each; 0 times none. Raises ValueError if the split has no examples or references that its metric cannot
+    use.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Measurements:
         self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
 
     def qualities(self, points: list[Settings], folder: Path) -> dict[Settings, Quality]:
-        """The quality of every point. What `folder` holds is not measured again."""
+        """The quality of every point. Points already in `folder` are not measured again."""
         batched = self._padded_alike(self.sources, local_mesh())
-        for point in points:  # before any is decoded
+        for point in points:  # before decoding any
             batched.checked(point, {})
         qualities = measure_quality(
             batched,
@@ -81,7 +82,7 @@ class Measurements:
         return qualities
 
     def measure(self, points: list[Settings], folder: Path) -> list[Comparison]:
-        """Every point, in quality and latency, compared with the verifier alone."""
+        """Compares every point with the verifier alone in quality and latency."""
         qualities, latencies, sources = self.qualities(points, folder), {}, self.sources
         if self.timed:
             chosen = np.random.default_rng(self.run.seed).permutation(len(sources))[: self.timed]
@@ -100,7 +101,7 @@ class Measurements:
         return compare(self.task.metric, qualities, latencies)
 
     def _padded_alike(self, sources: list[str], mesh: Mesh | None) -> Cascade:
-        """The cascade, at the one source length that all of `sources` need."""
+        """The cascade, with all of `sources` padded to the same length."""
         cascade = OneShape.from_config(self.run, mesh)
         longest = max(map(len, cascade.encode(sources, truncate=True)[0]))
         return dataclasses.replace(cascade, max_source_length=Cascade.bucket(cascade, longest))

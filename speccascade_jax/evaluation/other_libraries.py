@@ -1,4 +1,4 @@
-"""Other libraries decoding the same models, for scripts/benchmark.py: what users would choose instead.
+"""Decodes the same models with other libraries, for scripts/benchmark.py.
 
 Both are optional: transformers with torch, and ctranslate2.
 """
@@ -20,7 +20,7 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models.t5 import T5Model
 
 Decode = Callable[[list[int]], tuple[float, list[int]]]
-"""Source tokens -> seconds, and the tokens written (end-of-sequence token included)."""
+"""Source tokens -> seconds, and the written tokens including the end-of-sequence token."""
 NEEDED = {"hf": ("torch", "transformers"), "ctranslate2": ("ctranslate2", "torch", "transformers")}
 
 
@@ -38,9 +38,9 @@ def check_installed(libraries: Sequence[str]) -> None:
 
 
 def exported(checkpoint: Checkpoint, folder: Path) -> str:
-    """The checkpoint as a float32 Hugging Face folder, which both libraries read."""
+    """Writes the checkpoint as a float32 Hugging Face folder, which both libraries read."""
     save(folder, checkpoint, "huggingface", np.float32)
-    # Without it a T5 tokenizer grows by a hundred sentinels, more pieces than the model has.
+    # Without this file, a T5 tokenizer adds a hundred sentinels and exceeds the model's vocabulary.
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "legacy": True})
     )
@@ -50,8 +50,8 @@ def exported(checkpoint: Checkpoint, folder: Path) -> str:
 def decoders(
     libraries: Sequence[str], run: DecodeConfig, cascade: Cascade, block_size: int
 ) -> dict[str, Decode]:
-    """The decoders of `libraries`, on float32 exports of a pair. Raises FieldError unless it is one of T5
-    models."""
+    """The decoders of `libraries` for float32 exports of a pair. Raises FieldError unless both models are
+    T5."""
     decoders: dict[str, Decode] = {}
     if not libraries:
         return decoders
@@ -79,20 +79,21 @@ def transformers_decoders(
     block_size: int = 5,
     min_new_tokens: int = 0,
 ) -> dict[str, Decode]:
-    """Greedy decoding by Hugging Face's verifier alone, and assisted by the drafter, batch 1, float32."""
+    """Greedy decoding in transformers, of the verifier alone and assisted by the drafter, at batch size 1 in
+    float32."""
     import torch
     import transformers
 
     def loaded(path):
         model = transformers.T5ForConditionalGeneration.from_pretrained(path).eval()
-        # Its decoding cache takes the encoder's number of layers for the decoder's.
+        # Its decoding cache uses the encoder's number of layers for the decoder.
         model.config.num_layers = model.config.num_decoder_layers
         return model
 
     large = loaded(verifier)
     version = f"transformers {transformers.__version__}"
 
-    least = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}  # assisted, even 0 is refused
+    least = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}  # assisted decoding refuses even 0
 
     def decoder(**options) -> Decode:
         def decode(source):
@@ -119,8 +120,8 @@ def transformers_decoders(
 def ctranslate2_decoders(
     verifier: str, pieces: list[str], max_new_tokens: int, *, min_new_tokens: int = 0
 ) -> dict[str, Decode]:
-    """Greedy decoding by CTranslate2's verifier alone, batch 1, float32 and int8."""
-    os.environ.setdefault("CT2_USE_MKL", "0")  # its own kernels are the faster ones
+    """Greedy decoding of the verifier alone in CTranslate2, at batch size 1 in float32 and int8."""
+    os.environ.setdefault("CT2_USE_MKL", "0")  # its own kernels are faster
     import ctranslate2
     from ctranslate2.converters import TransformersConverter
 

@@ -1,8 +1,8 @@
-"""Pictures that a record declares, drawn from its tables.
+"""Draws the pictures that a record declares from its tables.
 
-A record's `pictures` has, for each NAME, the text for readers who do not see it (`alt`), its panels, how many
-panels stand side by side (`across`, 1) and whether they `share` the scale of "x" or of "y". A panel has a
-`title`, the `table` that it shows, and
+A record's `pictures` has for each NAME an alternative text (`alt`), the panels, the number of panels per row
+(`across`, default 1) and whether they `share` the scale of "x" or "y". A panel has a `title`, the `table`
+that it shows, and
 
     x, y        a cell of each row: a column's name or position. A cell may hold several figures, and
                 {"column": ..., "part": 1} is the second. A figure's interval is a bar
@@ -16,7 +16,7 @@ panels stand side by side (`across`, 1) and whether they `share` the scale of "x
     transposed  the table's columns are its rows
     xlabel, ylabel, xlevel, ylevel    titles of the axes, and where a line shows what to compare with
 
-PAGE.md shows it between two comments, as it shows tables. NAME.svg holds the numbers that it shows.
+PAGE.md shows a picture between two comments, like tables. NAME.svg contains the numbers that it shows.
 """
 
 import json
@@ -38,13 +38,13 @@ AMOUNT = r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 FIGURE = re.compile(rf"(?<![\w.(])({AMOUNT})(?![\w.])%?(?: \(({AMOUNT})(?:,| to) ({AMOUNT})\))?")
 LOOK: Any = {
     "svg.hashsalt": "speccascade_jax",
-    "svg.fonttype": "none",  # the reader's own fonts; most are narrower than the one that is measured here
+    "svg.fonttype": "none",  # the reader's own fonts, most of which are narrower than the one measured here
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana"],
     "font.size": 9,
 }
 WIDTH = 7.2
-"""The width of a picture in inches: that of a page's text."""
+"""The width of a picture in inches, that of a page's text."""
 
 
 def figures(cell: str) -> list[Point]:
@@ -131,8 +131,9 @@ def _base(table: _Table, panel: Panel) -> float:
 
 
 def figure(record: Mapping[str, Any], name: str) -> Any:
-    """A picture of the record: matplotlib's Figure. Call it and save it within `rc_context(LOOK)`."""
-    from matplotlib.figure import Figure  # here, for it takes a second to import
+    """Draws a picture of the record as a matplotlib Figure. Call it and save the result within
+    `rc_context(LOOK)`."""
+    from matplotlib.figure import Figure  # imported here because it takes a second
 
     picture = record["pictures"][name]
     across = picture.get("across", 1)
@@ -171,7 +172,7 @@ def _names(drawn: Drawn) -> list[str]:
 
 
 def _height(panel: Panel, drawn: Drawn) -> float:
-    """Of a panel, in inches."""
+    """The height of a panel in inches."""
     if "names" not in panel:
         return 2.9
     return 0.85 + len(_names(drawn)) * max(0.3, 0.17 * len(drawn))
@@ -189,7 +190,7 @@ def _frame(axes: Any, panel: Panel) -> None:
 
 
 def _rows(axes: Any, drawn: Drawn, looks: Mapping[str, tuple[str, Any]], shown: bool) -> None:
-    """Rows below each other, and in a row the series below each other."""
+    """Draws rows below each other, and the series of a row below each other."""
     names = _names(drawn)
     step = 0.7 / len(drawn)
     for n, (label, series) in enumerate(drawn.items()):
@@ -203,7 +204,7 @@ def _rows(axes: Any, drawn: Drawn, looks: Mapping[str, tuple[str, Any]], shown: 
         middles = [(x, at) for x, _, _, at in placed if x is not None]
         if middles:
             axes.plot(*zip(*middles, strict=True), color=colour, marker=marker, ms=5, lw=0, zorder=3)
-        else:  # nothing but intervals, some of no width
+        else:  # only intervals, some of zero width
             axes.plot([*low, *high], [*at, *at], color=colour, marker="|", ms=6, lw=0)
     axes.hlines(
         [n - 0.5 for n in range(1, len(names))],
@@ -251,12 +252,12 @@ def _legend(made: Any, looks: Mapping[str, tuple[str, Any]]) -> None:
 
 
 def shown(record: Mapping[str, Any], name: str) -> str:
-    """The numbers of a picture, as its file keeps them."""
+    """The numbers of a picture, in the form stored in its file."""
     return json.dumps([points(record, panel) for panel in record["pictures"][name]["panels"]])
 
 
 def kept(path: Path) -> str:
-    """The numbers that a drawn file keeps."""
+    """The numbers that a drawn file contains."""
     match = re.search(r"<dc:description>(.*?)</dc:description>", path.read_text(encoding="utf-8"), re.DOTALL)
     if match is None:
         raise ValueError(f"{path} does not tell the numbers that it shows.")
@@ -264,8 +265,8 @@ def kept(path: Path) -> str:
 
 
 def draw(record: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes the record's pictures, if it has any: their paths. The same record gives the same bytes with the
-    same version of matplotlib."""
+    """Writes the record's pictures, if any, and returns their paths. With the same version of matplotlib, a
+    record always gives the same bytes."""
     if not record.get("pictures"):
         return []
     from matplotlib import rc_context

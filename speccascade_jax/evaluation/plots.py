@@ -1,4 +1,4 @@
-"""The pictures of a sweep: quality against its cost, a panel for each block size, temperature and top-p."""
+"""Plots of a sweep: quality against cost, with a panel for each block size, temperature and top-p."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
@@ -15,13 +15,13 @@ from speccascade_jax.evaluation.sweep import COMPARED, block_size_of
 from speccascade_jax.settings import NAMED
 
 Axis = Callable[[Comparison], float | None]
-AXES: dict[str, tuple[str, Axis]] = {  # what quality is drawn against
+AXES: dict[str, tuple[str, Axis]] = {  # the costs that quality is plotted against
     "latency": ("Time relative to the verifier alone (share)", lambda r: r.time.share if r.time else None),
     "rejected": ("Drafted tokens rejected (share)", lambda r: r.rejection_rate),
     "deferred": ("Drafted tokens deferred (share)", lambda r: r.deferral_rate),
     "calls": ("Verifier calls per token", lambda r: r.calls_per_token),
 }
-INK, GREY, PAPER = "#1a1a1a", "#7F7F7F", "#ffffff"  # opaque: a dark page shows it as a white card
+INK, GREY, PAPER = "#1a1a1a", "#7F7F7F", "#ffffff"  # opaque, so that it is also readable on a dark page
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -37,8 +37,8 @@ COLOURS = (
     "#6B8E23",
     "#E69F00",
     "#17A2B8",
-)  # distinct for most kinds of colour blindness; markers
-MARKERS = (*"osD^vXPphd<>", (4, 1, 0), (3, 1, 0))  # tell the rest; the last two are stars
+)  # distinct for most kinds of colour blindness
+MARKERS = (*"osD^vXPphd<>", (4, 1, 0), (3, 1, 0))  # markers distinguish the rest; the last two are stars
 CURVES: tuple[dict[str, Any], ...] = (
     {"ls": "-"},
     {"ls": "-.", "fillstyle": "none"},
@@ -46,7 +46,7 @@ CURVES: tuple[dict[str, Any], ...] = (
     {"ls": (0, (5, 1)), "fillstyle": "top"},
     {"ls": (0, (1, 3)), "fillstyle": "right"},
     {"ls": (0, (8, 3)), "fillstyle": "bottom"},
-)  # of one method
+)  # the line styles of one method's curves
 LOOKS: tuple[dict[str, Any], ...] = (
     {"marker": "*", "ms": 12, "ls": ":"},
     {"marker": "H", "ms": 9, "ls": "-."},
@@ -55,8 +55,8 @@ ALONE = dict(zip(SINGLE_MODEL, LOOKS, strict=True))
 
 
 def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]:
-    """Writes quality_NAME.png for each of AXES that was measured: their paths. Bars are 95% intervals of
-    the difference from the verifier."""
+    """Writes quality_NAME.png for each of AXES that was measured, and returns their paths. Bars are 95%
+    intervals of the difference from the verifier."""
     written = []
     for name in AXES:
         figure = page(results, metric, name)
@@ -67,9 +67,8 @@ def draw(results: Sequence[Comparison], metric: str, folder: Path) -> list[Path]
 
 
 def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
-    """The matplotlib Figure of one of AXES; None if nothing was measured for it.
-
-    All names are in a legend outside the panels, where no line reaches them.
+    """The matplotlib Figure of one of AXES; None if nothing was measured for it. All names are in a legend
+    outside the panels.
     """
     from matplotlib.figure import Figure  # here, for it takes a second to import
     from matplotlib.lines import Line2D
@@ -86,7 +85,7 @@ def page(results: Sequence[Comparison], metric: str, name: str) -> Any:
     placed = {r.name for r in results if x(r) is not None}
     looks = {model: _alone(model) | ({} if model in placed else {"marker": ""}) for model in SINGLE_MODEL}
     looks |= {name: look for name, look in style.items() if name in placed}
-    height = max(3.8 * len(rows), 0.23 * len(looks) + 0.2)  # the legend's, where there are many names
+    height = max(3.8 * len(rows), 0.23 * len(looks) + 0.2)  # the legend is higher if there are many names
     figure = Figure((4.0 * len(columns) + 1.6, height), layout="constrained", facecolor=PAPER)
     panels = figure.subplots(len(rows), len(columns), squeeze=False)
     for line, (temperature, top_p) in zip(panels, rows, strict=True):
@@ -131,7 +130,7 @@ def _title(name: str) -> str:
 
 
 def _method(name: str) -> str:
-    """The method of a curve."""
+    """The method that a curve belongs to."""
     return name.partition(" (")[0]
 
 
@@ -154,7 +153,7 @@ def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
     free = cycle([n for n in range(len(COLOURS)) if n not in places.values()])
     places |= {name: next(free) for name in methods if name not in places}
     curve = {"ms": 4.5, "lw": 1.4}
-    point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # of a lossless method, whatever alpha is
+    point = {"ms": 11, "ls": "", "mec": INK, "zorder": 6}  # a lossless method does not depend on alpha
     style: dict[str, dict[str, Any]] = {}
     for method, n in places.items():
         for name, look in zip([x for x in names if _method(x) == method], cycle(CURVES)):
@@ -165,7 +164,7 @@ def _styles(results: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
                 "marker": MARKERS[n],
                 **(point if _lossless(name) else curve),
             }
-    for name in every:  # what is only truncated, in grey
+    for name in every:  # truncated verifiers are grey
         method, _, kind = name.partition(", ")
         if kind:
             single = method in SINGLE_MODEL

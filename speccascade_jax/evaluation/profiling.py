@@ -55,9 +55,8 @@ def measure(
     temperature: float,
     repetitions: int = 15,
 ) -> dict[str, Timing]:
-    """Part -> Timing, for `batch_size` rows whose sources fill `source_length` tokens.
-
-    OVERHEAD is a round of models that compute nothing.
+    """Part -> Timing, for `batch_size` rows whose sources have `source_length` tokens. OVERHEAD is a round of
+    models that compute nothing.
     """
     shape = (batch_size, source_length)
     inputs, lengths = jnp.full(shape, 2, jnp.int32), jnp.full(shape[:1], source_length, jnp.int32)
@@ -71,7 +70,7 @@ def measure(
     requests = loop.requests(
         sampler, keys, inputs, lengths, SamplingOptions(temperature), [alpha], None, None, max_new_tokens
     )
-    # Arguments, not a closure: captured parameters would become constants of the program.
+    # Passed as arguments, because captured parameters would become constants of the program.
     state, nothing = (
         jax.jit(partial(loop.begin, rounds, max_new_tokens=max_new_tokens))(weights, requests)
         for rounds, weights in ((sampler, params), (idle, (logits, logits + 1e-3)))
@@ -95,15 +94,15 @@ def scoring(block_size: int) -> str:
 
 
 def bytes_read(model: LanguageModel, params: Any) -> int:
-    """Bytes of the parameters that a device reads in a decoding step, without an encoder's and without tables
-    that are only indexed."""
+    """The bytes of parameters that a device reads in a decoding step, without those of an encoder and without
+    tables that are only indexed."""
     inputs, lengths = jnp.ones((1, 2), jnp.int32), jnp.ones((1,), jnp.int32)
     cache = jax.eval_shape(lambda p: model.prefill(p, inputs, lengths, 4)[1], params)
     return bytes_used(lambda p, c: model.extend(p, inputs[:, :1], c)[0], params, cache)
 
 
 def bytes_used(function: Callable[..., Any], params: Any, *arguments: Any) -> int:
-    """Bytes of the parameters, on one device, that function(params, *arguments) reads and does not only
+    """The bytes of parameters, on one device, that function(params, *arguments) reads and does not only
     index."""
     jaxpr = jax.make_jaxpr(function)(params, *arguments).jaxpr
     used, leaves = computed_with(jaxpr), jax.tree.leaves(params)
@@ -134,7 +133,8 @@ def local_bytes(x: Any) -> int:
 
 
 def read_bandwidth(megabytes: int = 512, repetitions: int = 9) -> float:
-    """Bytes a second that summing a large array reads: with all threads of a CPU, or on the accelerator."""
+    """The bytes per second that summing a large array reads, on the accelerator or with all threads of a
+    CPU."""
     size = megabytes * 2**20 // 4
     if jax.default_backend() == "cpu":
         threads = os.cpu_count() or 1
@@ -149,8 +149,8 @@ def read_bandwidth(megabytes: int = 512, repetitions: int = 9) -> float:
 
 
 def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, float, int]:
-    """Seconds to compile a program from scratch, and to fetch it from the persistent cache (without tracing);
-    bytes of its arguments, results and temporaries."""
+    """The seconds to compile a program from scratch and to load it from the persistent cache (without
+    tracing), and the bytes of its arguments, results and temporaries."""
     before = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -170,13 +170,13 @@ def compilation(program: Callable[..., Any], arguments: tuple[Any, ...]) -> tupl
 
 
 def random_model(name: str, config: Config) -> Checkpoint:
-    """A model of that shape with random weights, float32."""
+    """A model of that shape with random float32 weights."""
     model = model_of(config)
     return Checkpoint(model, jax.jit(lambda: model.init(0))(), None, name)
 
 
 def as_decoded(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """A float32 checkpoint as it would be loaded to decode in `dtype`."""
+    """A float32 checkpoint, converted as if loaded to decode in `dtype`."""
     arrays = ((path, checkpoint.path, np.asarray(x)) for path, x in nnx.to_flat_state(checkpoint.params))
     model = checkpoints.model_for(checkpoint.model.config, dtype)
     params = to_params(model, arrays, Placement(dtype, packed=wants_packing(dtype)))
@@ -186,13 +186,13 @@ def as_decoded(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 Contestant = Callable[[int, str], tuple[float, Any]]
-"""(an input's number, the input) -> seconds, and what came out, in general an Output."""
+"""(index of an input, input) -> seconds, and the result, usually an Output."""
 
 
 def in_turn(
     contestants: Mapping[str, Contestant], texts: Iterable[str]
 ) -> dict[str, list[tuple[float, Any]]]:
-    """The result of every contestant for every text. Contestants take turns to begin."""
+    """The results of every contestant for every text. Contestants take turns to go first."""
     names = list(contestants)
     runs: dict[str, list[tuple[float, Any]]] = {name: [] for name in names}
     for index, text in enumerate(texts):
@@ -202,7 +202,7 @@ def in_turn(
 
 
 def slope(counts: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds a step, by least squares over inputs: the prefill, which takes longer for a wider padded input,
-    is subtracted."""
+    """The seconds per step, by least squares over inputs, without the prefill, which takes longer for a wider
+    padded input."""
     design = np.stack([counts, widths, np.ones(len(counts))], axis=1)
     return float(np.linalg.lstsq(design, np.array(seconds), rcond=None)[0][0])

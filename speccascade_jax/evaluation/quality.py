@@ -1,7 +1,7 @@
 """The quality of decoded texts, and its uncertainty.
 
-METRICS declares each metric once. Configs name one, and checks, sweeps, tables and pictures read its entry:
-a new metric is one more entry.
+METRICS declares each metric once. Configs name a metric; checks, sweeps, tables and pictures use its entry,
+so a new metric is one more entry.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,30 +21,30 @@ Texts = Sequence[str]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number for a set of texts, computed from sums over the texts, so that it can be bootstrapped, and the
-    effect of replacing one text can be computed.
+    """A number for a set of texts that is computed from sums over the texts, so that it can be bootstrapped
+    and the effect of replacing one text can be computed.
 
     If a text has several references, the best one counts. Calling a metric gives its value.
     """
 
-    name: str  # what a config's task.metric says
-    label: str  # of an axis
-    summary: str  # one sentence for people
-    statistics: Callable[[Texts, References], Float[np.ndarray, "N K"]]  # what each text adds to the sums
-    score: Callable[[Float[np.ndarray, " K"]], float]  # of the sums
+    name: str  # the value of a config's task.metric
+    label: str  # axis label
+    summary: str  # one sentence for help texts
+    statistics: Callable[[Texts, References], Float[np.ndarray, "N K"]]  # each text's part of the sums
+    score: Callable[[Float[np.ndarray, " K"]], float]  # computes the metric from the sums
     sums: int  # K
     low: float = 0.0
     high: float = 100.0
-    words: bool = False  # it needs a reference that is not empty
-    details: Callable[[Texts, References], dict[str, str]] | None = None  # further figures of a report
+    words: bool = False  # requires a nonempty reference
+    details: Callable[[Texts, References], dict[str, str]] | None = None  # further figures for a report
 
     def __call__(self, texts: Texts, references: References) -> float:
         """Raises FieldError if the references are not one list of texts for each text."""
         return self.score(statistics(self, texts, references).sum(axis=0))
 
     def check(self, references: References, texts: int | None = None) -> None:
-        """Raises FieldError if `references` are not what it needs: for each of `texts` texts (any number
-        where it is None) one reference or more."""
+        """Raises FieldError unless `references` has at least one reference for each text. texts: the number
+        of texts; None is not checked."""
         if not references:
             raise FieldError(
                 "references", references, "give at least one.", f"{self.name} of no texts is undefined"
@@ -78,7 +78,7 @@ class Metric:
 
 
 def metric_of(metric: str | Metric) -> Metric:
-    """An entry of METRICS by its name; a Metric itself. Raises FieldError for a name that METRICS lacks."""
+    """The metric of that name; a Metric is returned unchanged. Raises FieldError for an unknown name."""
     entry = METRICS.get(metric) if isinstance(metric, str) else metric
     if entry is None:
         raise FieldError("metric", metric, f"known: {', '.join(METRICS)}.", f"unknown metric {metric!r}")
@@ -86,12 +86,12 @@ def metric_of(metric: str | Metric) -> Metric:
 
 
 def check_references(metric: str | Metric, references: References, texts: int | None = None) -> None:
-    """Raises FieldError for an unknown metric, and as Metric.check does."""
+    """Raises FieldError for an unknown metric, and like Metric.check."""
     metric_of(metric).check(references, texts)
 
 
 def statistics(metric: str | Metric, texts: Texts, references: References) -> Float[np.ndarray, "N K"]:
-    """Each text's contribution to the sums that `score` turns into the metric.
+    """Each text's contribution to the sums from which `score` computes the metric.
 
     Raises FieldError if the references are not one list of texts for each text.
     """
@@ -108,8 +108,8 @@ def score(metric: str | Metric, total: Float[np.ndarray, " K"]) -> float:
 def replaced(
     metric: str | Metric, texts: Texts, references: References, numbers: Sequence[int], others: Texts
 ) -> Float[np.ndarray, " N"]:
-    """The metric of all texts with others[n] instead of text numbers[n], for every n. Raises FieldError as
-    `statistics` does."""
+    """For every n, the metric of all texts with text numbers[n] replaced by others[n]. Raises FieldError like
+    `statistics`."""
     before = statistics(metric, texts, references)
     if not len(numbers):
         return np.zeros(0)
@@ -123,7 +123,7 @@ def replaced(
 
 
 def bleu(texts: Texts, references: References, tokenize: str = "13a") -> float:
-    """Corpus BLEU (0 to 100) by sacrebleu; each text has one or more references.
+    """Corpus BLEU (0 to 100) by sacrebleu. Each text has one or more references.
 
     tokenize="intl" is the BLEU of the T5 papers.
     """
@@ -132,7 +132,7 @@ def bleu(texts: Texts, references: References, tokenize: str = "13a") -> float:
 
 
 def _corpus_bleu(texts: Texts, references: References, tokenize: str) -> tuple[float, str]:
-    """BLEU, and sacrebleu's signature of how it was computed."""
+    """BLEU and its sacrebleu signature."""
     streams = max(map(len, references))
     columns: list[Any] = [[r[n] if n < len(r) else None for r in references] for n in range(streams)]
     metric = sacrebleu.BLEU(tokenize=tokenize)
@@ -140,7 +140,8 @@ def _corpus_bleu(texts: Texts, references: References, tokenize: str) -> tuple[f
 
 
 def _bleu_statistics(texts: Texts, references: References, tokenize: str) -> Float[np.ndarray, "N 10"]:
-    """Matching and all n-grams (four each), the text's length and its closest reference's."""
+    """Counts of matching and of all n-grams (four each), the text's length and that of its closest
+    reference."""
     scorer = sacrebleu.BLEU(tokenize=tokenize, effective_order=True)
     scores = [scorer.sentence_score(text, list(r)) for text, r in zip(texts, references, strict=True)]
     return np.array([[*s.counts, *s.totals, s.sys_len, s.ref_len] for s in scores], np.float64)
@@ -154,7 +155,7 @@ def _bleu_of_sums(total: Float[np.ndarray, " 10"]) -> float:
 
 
 def _signed(texts: Texts, references: References) -> dict[str, str]:
-    """BLEU with both tokenizations, and sacrebleu's signatures."""
+    """BLEU with both tokenizations, and their sacrebleu signatures."""
     values = {cut: _corpus_bleu(texts, references, cut) for cut in ("13a", "intl")}
     return {f"BLEU {cut}": f"{value:.2f} ({signature})" for cut, (value, signature) in values.items()}
 
@@ -178,7 +179,7 @@ def _bleu(name: str, label: str, tokenize: str, summary: str) -> Metric:
 def mean_metric(
     name: str, label: str, summary: str, of_text: Callable[[str, Sequence[str]], float]
 ) -> Metric:
-    """The mean over texts of of_text(text, its references), which lies in [0, 1], in per cent."""
+    """A metric that is the mean over texts of of_text(text, references) in [0, 1], in per cent."""
 
     def statistics(texts: Texts, references: References) -> Float[np.ndarray, "N 2"]:
         values = [of_text(text, group) for text, group in zip(texts, references, strict=True)]
@@ -198,7 +199,7 @@ def _rouge(kind: str) -> Callable[[str, Sequence[str]], float]:
 
 @cache
 def _rouge_scorer(kind: str) -> Any:
-    from rouge_score.rouge_scorer import RougeScorer  # here, for it takes a second to import
+    from rouge_score.rouge_scorer import RougeScorer  # imported here because it takes a second
 
     return RougeScorer([kind])
 
@@ -217,7 +218,7 @@ def _last_equals(text: str, references: Sequence[str]) -> float:
 
 
 def _steps(text: str, references: Sequence[str]) -> float:
-    """The share of a reference's sentences that are among the text's, of the best reference."""
+    """The share of a reference's sentences that occur in the text, for the best reference."""
     written = set(_sentences(text))
     return max(float(np.mean([s in written for s in _sentences(reference)])) for reference in references)
 
@@ -248,20 +249,20 @@ METRICS = {
         ),
     )
 }
-"""By name."""
+"""The metrics by name."""
 
 
 # Uncertainty
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The middle 95% of bootstrap values."""
+    """The central 95% interval of bootstrap values."""
     low, high = np.percentile(values, [2.5, 97.5])
     return float(low), float(high)
 
 
 def resamples(count: int, samples: int = 1000, seed: int = 0) -> np.ndarray:
-    """Example numbers [samples, count], drawn with replacement: the same for every system, so that
+    """Example indices [samples, count], drawn with replacement. They are the same for every system, so that
     differences are paired (Koehn 2004)."""
     return np.random.default_rng(seed).integers(0, count, (samples, count))
 

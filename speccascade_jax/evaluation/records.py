@@ -2,11 +2,11 @@
 
     python -m speccascade_jax.evaluation.records docs/results docs/archive
 
-A record is NAME.json: what was measured, by which command, at which commit, on which machine and when (null
-where it was not kept), its tables, and under `figures` what only the page's sentences tell. A table that
-scripts/report.py has written names the experiment that it is `from`; `experiments` then has the command,
-commit and so on of that one, and its settings. NAME.md shows a table between two comments, which the command
-above writes anew:
+A record is NAME.json. It has a summary, the command, commit, machine and date of the measurement (null if
+unknown), its tables, and under `figures` the figures that appear only in the page's sentences. A table
+written by scripts/report.py names its experiment in `from`; `experiments` then has the command, commit,
+machine, date and settings of that experiment. NAME.md shows a table between two comments, which the command
+above regenerates:
 
     <!-- table: ratios -->
     ...
@@ -37,7 +37,7 @@ INSTRUCTIONS = {
     "avx512_bf16": "bfloat16 products",
     "amx_tile": "AMX",
 }
-"""Flags of /proc/cpuinfo, and how a machine's description names them."""
+"""The flags of /proc/cpuinfo and their names in a machine's description."""
 Tables = dict[str, dict[str, Any]]
 PLACE = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end of table -->", re.DOTALL)
 PICTURE = re.compile(r"<!-- picture: (?P<name>[\w-]+) -->\n.*?<!-- end of picture -->", re.DOTALL)
@@ -59,12 +59,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tables: Tables) -> dict[str, Any]:
-    """The record with `tables` as the experiment `name` has found them, instead of those that it found
-    before.
+    """The record with the `tables` of experiment `name`, in place of its earlier ones.
 
-    record: None if there is none yet. about: summary, command, commit, machine, date, settings, and the
-    names of its pictures. The record's own command and so on are those of tables that name no experiment;
-    where there is none of these, of all its experiments.
+    record: None if there is none yet. about: summary, command, commit, machine, date, settings, and the names
+    of its pictures. The record's own command, commit, machine and date are those of tables without an
+    experiment or, if there are none, of all its experiments.
     """
     before = record or {"experiment": about["summary"], "tables": {}}
     kept = {key: table for key, table in before["tables"].items() if table.get("from") != name}
@@ -81,13 +80,13 @@ def merged(record: dict[str, Any] | None, name: str, about: dict[str, Any], tabl
 
 
 def pictures(record: dict[str, Any], folder: str) -> list[str]:
-    """The paths of its experiments' pictures, which lie in `folder`."""
+    """The paths of the experiments' pictures in `folder`."""
     about = record.get("experiments", {}).values()
     return [os.path.normpath(f"{folder}/{name}.png") for each in about for name in each.get("pictures", ())]
 
 
 def places(record: dict[str, Any], folder: str) -> list[str]:
-    """The places in a page that show a record's tables and figures."""
+    """The parts of a page that show a record's tables and figures."""
     return [
         *(f"<!-- table: {name} -->" for name in record["tables"]),
         *(f"<!-- picture: {name} -->" for name in record.get("pictures", ())),
@@ -96,7 +95,7 @@ def places(record: dict[str, Any], folder: str) -> list[str]:
 
 
 def drafted(record: dict[str, Any], folder: str) -> str:
-    """A page that shows a record's tables and pictures, where nobody has written one yet."""
+    """A draft of a page that shows a record's tables and pictures."""
     commands = "\n".join([record["command"]] if isinstance(record["command"], str) else record["command"])
     tables = (
         f"<!-- table: {name} -->\n{drawn(table)}\n<!-- end of table -->"
@@ -113,7 +112,7 @@ def drafted(record: dict[str, Any], folder: str) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, and whether it has changes that are in no commit; None outside of one."""
+    """The commit of this checkout, and whether it has uncommitted changes; None outside a checkout."""
     package = Path(__file__).parent.parent
 
     def said(*words: str) -> str | None:
@@ -128,7 +127,7 @@ def commit() -> str | None:
 
 
 def machine() -> str:
-    """The processor, and what of it matters for speed: cores and instructions for matrices."""
+    """The processor, its number of cores and its matrix instructions."""
     cores = f"{os.cpu_count()} cores"
     if jax.default_backend() != "cpu":
         return f"{jax.device_count()} {jax.devices()[0].device_kind}"
@@ -142,21 +141,20 @@ def machine() -> str:
 
 
 def drawn(table: dict[str, Any]) -> str:
-    """A table as Markdown, its title above."""
+    """A table in Markdown, below its title."""
     rule = ["---"] * len(table["columns"])
     lines = ("| " + " | ".join(cells) + " |" for cells in (table["columns"], rule, *table["rows"]))
     return f"*{table['title']}*\n\n" + "\n".join(re.sub(r" {2,}", " ", line) for line in lines)
 
 
 def image(record: dict[str, Any], name: str, folder: str) -> str:
-    """One of the pictures that the record declares, in Markdown; they lie in `folder`."""
+    """The Markdown of a picture that the record declares, which is in `folder`."""
     path = os.path.normpath(f"{folder}/{name}.svg")
     return f"<!-- picture: {name} -->\n![{record['pictures'][name]['alt']}]({path})\n<!-- end of picture -->"
 
 
 def redrawn(page: str, record: dict[str, Any]) -> str:
-    """The page with its tables and pictures as in the record. Raises ValueError for one that the record
-    lacks."""
+    """The page with the record's tables and pictures. Raises ValueError for one that the record lacks."""
 
     def picture(place: re.Match[str]) -> str:
         declared = record.get("pictures", {})

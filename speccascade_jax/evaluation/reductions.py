@@ -1,5 +1,5 @@
-"""Figures computed from a sweep's measurements: quality and latency relative to the verifier alone, with
-intervals, and points picked from them."""
+"""Computes figures from a sweep's measurements: quality and latency relative to the verifier alone, with
+intervals, and the best points."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ class Time(NamedTuple):
 
     share: float
     interval: tuple[float, float]
-    predicted: float  # by cost_a_token
+    predicted: float  # by cost_a_token()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Comparison:
 
     point: Settings
     quality: float
-    gain: tuple[float, float]  # of quality over the verifier
-    gain_over_drafter: tuple[float, float]  # the drafter alone is the fastest alternative of all
+    gain: tuple[float, float]  # difference in quality from the verifier
+    gain_over_drafter: tuple[float, float]  # difference from the drafter alone
     deferral_rate: float | None
     rejection_rate: float | None
     calls_per_token: float
-    time: Time | None = None  # None: not timed
-    contest: Contest | None = None  # None: among its method's points
-    verifier_quality: float | None = None  # of a lossless point: of the verifier whose law it has
+    time: Time | None = None  # None if not timed
+    contest: Contest | None = None  # None: the curve of its method
+    verifier_quality: float | None = None  # for a lossless point: that of its verifier
 
     @property
     def name(self) -> str:
@@ -43,13 +43,13 @@ class Comparison:
 
     @property
     def is_verifier(self) -> bool:
-        """Whether its curve is that of the verifier alone, without another truncation."""
+        """Whether its curve is that of the verifier alone, without an additional truncation."""
         return is_largest(self.name)
 
     @property
     def expected(self) -> float:
-        """The quality to count on. Lossless outputs have the verifier's distribution, so they have its
-        measured quality: two samples of one distribution differ by noise only."""
+        """The expected quality. Lossless outputs have the verifier's distribution and so its quality: two
+        samples of the same distribution differ only by noise."""
         return self.quality if self.verifier_quality is None else self.verifier_quality
 
     @property
@@ -58,14 +58,15 @@ class Comparison:
 
     @property
     def panel(self) -> Settings:
-        """The verifier alone that it is compared with; the drafter is under the same truncation."""
+        """The settings of the verifier alone that it is compared with. The drafter has the same
+        truncation."""
         return self.contest.panel if self.contest else alone(self.point, "verifier")
 
 
 def compare(
     metric: str, qualities: dict[Settings, Quality], latencies: dict[Settings, Latency]
 ) -> list[Comparison]:
-    """Every point of a sweep with its quality, its measured latency and the predicted one."""
+    """Every point of a sweep with its quality, and its measured and predicted latency."""
     comparisons = []
     stands = [(point, q, contest) for point, q in qualities.items() for contest in contests(point, qualities)]
     for point, q, contest in stands:
@@ -106,7 +107,7 @@ def compare(
 
 
 def is_largest(name: str) -> bool:
-    """Whether a method's name stands for the largest model alone."""
+    """Whether a method's name means the largest model alone."""
     return name in SINGLE_MODEL and SINGLE_MODEL[name].model == -1
 
 
@@ -119,20 +120,20 @@ def _seconds_a_token(latency: Latency) -> float:
 
 
 def cost_a_token(point: Settings, quality: Quality, step_ratio: float) -> float:
-    """Predicted time per token, in steps of the verifier; step_ratio: a drafter step / a verifier step.
+    """The predicted time per token, in verifier steps. step_ratio: drafter step / verifier step.
 
-    With a block size: rates.relative_cost. Otherwise what the counted passes cost; reading several tokens
-    counts as one step.
+    With a block size, it is rates.relative_cost. Otherwise it is the cost of the counted passes, where
+    reading several tokens counts as one step.
     """
     if "passes of model 1" in quality.counts:
-        return math.nan  # of a hierarchy: planning.planner predicts it from measured costs
+        return math.nan  # a hierarchy, for which planning predicts costs
     if block_size_of(point) and not point.adaptive:
         return relative_cost(quality.acceptance, block_size_of(point), step_ratio)
     if point.name in SINGLE_MODEL:
         return 1.0 if is_largest(point.name) else step_ratio
     counts = quality.counts
     if not counts.keys() >= {"drafter_passes", "rounds", "emitted"}:
-        return math.nan  # a custom sampler: the cost of its passes is not known
+        return math.nan  # a custom sampler: the cost of its passes is unknown
     return (counts["drafter_passes"] * step_ratio + counts["rounds"]) / max(counts["emitted"], 1)
 
 
@@ -160,8 +161,9 @@ Choices = tuple[Comparison | None, Comparison | None]
 
 
 def table_two(comparisons: Sequence[Comparison]) -> dict[tuple[float, float | None], dict[str, Choices]]:
-    """Table 2 of Narasimhan et al. (2025), for each (temperature, top_p): method -> (the fastest point at no
-    less than the verifier's quality, the best one within its latency), None if there is no such point."""
+    """Table 2 of Narasimhan et al. (2025), for each (temperature, top_p): method -> (fastest point with at
+    least the verifier's quality, best point within the verifier's latency). None if there is no such
+    point."""
     tables: dict[tuple[float, float | None], dict[str, Choices]] = {}
     for r in comparisons:
         if r.name not in SINGLE_MODEL and r.time is not None:

@@ -1,17 +1,17 @@
-"""Runs a program that a model wrote, and judges it, in two bubblewrap sandboxes.
+"""Runs and judges a program written by a model in two bubblewrap sandboxes.
 
-The program runs first. Its sandbox has its own user, process, network, IPC and host-name namespaces. It
-sees Python's files and the system's libraries, read-only, and nothing else: no home, no /tmp, no /etc, no
-/proc, no environment. The kernel limits its memory, time, file size and processes, and refuses the system
-calls in REFUSED. It gets the left sides of the tests (`assert CALL == VALUE`) and writes what they return, as
-plain data. When it is dead, a second sandbox, in which no line of the program has run, compares that with the
-right sides.
+The program runs first. Its sandbox has its own user, process, network, IPC and host-name namespaces. It sees
+Python's files and the system's libraries, read-only, and nothing else: no home, no /tmp, no /etc, no /proc,
+no environment. The kernel limits its memory, time, file size and processes, and refuses the system calls in
+REFUSED. It gets the left sides of the tests (`assert CALL == VALUE`) and writes what they return, as plain
+data. After it has ended, a second sandbox, in which the program has never run, compares these with the right
+sides.
 
-What holds: the program meets neither the expected values nor the process that says `passed`. Whatever it does
-to its interpreter, it passes only by sending the expected values; an object that claims to equal everything
-does not get across. What cannot hold: a program that knows the values (a prompt that shows the tests shows
-them too) can return them without computing them. And all sandboxes share the kernel: against an attacker who
-knows a hole in it, run everything in a virtual machine.
+Guarantees: the program has access neither to the expected values nor to the process that reports `passed`.
+Whatever it does to its interpreter, it passes only by sending the expected values; an object that claims to
+equal everything cannot be sent. Limits: a program that knows the values, for example from a prompt that shows
+the tests, can return them without computing them. All sandboxes share the kernel, so against an attacker who
+knows a kernel vulnerability, run everything in a virtual machine.
 """
 
 import ast
@@ -31,11 +31,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-SAID = 2**20  # bytes that a program may answer
+SAID = 2**20  # most bytes of a program's answer
 OUT_OF_TIME = 128 + signal.SIGXCPU  # exit status
 REMEDY = "install it (apt install bubblewrap libseccomp2), or decode a task that runs no programs."
-# What needs no privilege and is not held by the namespaces and limits: processes and threads, further
-# namespaces, sockets, memory that no limit counts, and parts of the kernel that had many holes.
+# System calls that need no privilege and are not restricted by the namespaces and limits: processes and
+# threads, further namespaces, sockets, memory that no limit counts, and parts of the kernel that have had
+# many vulnerabilities.
 REFUSED = (
     "fork",
     "vfork",
@@ -60,8 +61,8 @@ REFUSED = (
     "request_key",
     "keyctl",
 )
-MODULES = {"math": math, "sys": sys}  # the names besides builtins that a test's right side may use
-# Data gets across as JSON; what JSON does not have is {kind: parts}.
+MODULES = {"math": math, "sys": sys}  # names that a test's right side may use besides builtins
+# Data is sent as JSON; types that JSON lacks are {kind: parts}.
 KINDS: dict[str, Callable[[list], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -84,10 +85,10 @@ class Verdict(NamedTuple):
 
 
 def run_program(program: str, tests: Sequence[str], seconds: float = 10.0, memory: int = 2**29) -> Verdict:
-    """Runs Python source, then the tests: `passed` if every call returns what its test expects.
+    """Runs Python source, then the tests. The outcome is `passed` if every call returns the expected value.
 
-    tests: each `assert CALL == VALUE`; seconds: of wall-clock time; memory: bytes of address space, the
-    interpreter's own included. Raises ValueError if there is no sandbox or a test has another form.
+    tests: each is `assert CALL == VALUE`. seconds: wall-clock time. memory: bytes of address space, including
+    the interpreter's. Raises ValueError if there is no sandbox or a test has another form.
     """
     calls, expected = parse_tests(tests)
     check_sandbox()
@@ -141,7 +142,7 @@ def check_sandbox() -> None:
 
 
 def in_sandbox(role: str, work: Any, seconds: float, memory: int) -> tuple[int, str]:
-    """Exit status of main(role) in a new sandbox, and what it wrote."""
+    """Runs main(role) in a new sandbox and returns its exit status and output."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     readable = [
         "/usr/lib",
@@ -204,7 +205,7 @@ def in_sandbox(role: str, work: Any, seconds: float, memory: int) -> tuple[int, 
 
 @functools.cache
 def refused_calls() -> bytes:
-    """The filter (BPF) under which the calls in REFUSED fail with EPERM, made by libseccomp."""
+    """The BPF filter, made by libseccomp, that makes the calls in REFUSED fail with EPERM."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -216,7 +217,7 @@ def refused_calls() -> bytes:
         bad = 0
         for name in REFUSED:
             number = library.seccomp_syscall_resolve_name(name.encode())
-            if number >= 0:  # below zero: not a call of this machine
+            if number >= 0:  # below zero: this machine lacks the call
                 bad |= library.seccomp_rule_add_array(context, refuse, number, 0, None)
         bad |= library.seccomp_export_bpf(context, file.fileno())
         library.seccomp_release(context)
@@ -242,7 +243,7 @@ def main(role: str) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
     ):
-        resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))  # a signal, then death
+        resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))  # a signal, then a kill
     result = answer(*work) if role == "answer" else judge(*work)
     os.write(report, json.dumps(result).encode())
     os._exit(0)
@@ -260,12 +261,12 @@ def answer(program: str, calls: list[str]) -> dict[str, Any]:
         return {"values": values}
     except MemoryError:
         return {"end": ["memory", "needs more memory than it may have"]}
-    except BaseException as error:  # SystemExit too: an end before the tests is no success
+    except BaseException as error:  # including SystemExit: ending before the tests is a failure
         return {"end": ["failed", f"{type(error).__name__}: {error}"[:500]]}
 
 
 def judge(said: str, calls: list[str], expected: list[str]) -> Verdict:
-    """Compares what a program said that its calls return with what the tests expect."""
+    """Compares the results that a program reported with those that the tests expect."""
     try:
         report = json.loads(said)
         if "end" in report:
@@ -281,7 +282,8 @@ def judge(said: str, calls: list[str], expected: list[str]) -> Verdict:
 
 
 def packed(value: Any) -> Any:
-    """Plain data as JSON has it. Raises TypeError for all else: its `==` would be the program's word."""
+    """Converts plain data to JSON types. Raises TypeError for other objects, whose `==` the program
+    controls."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, complex):

@@ -1,7 +1,7 @@
-"""A sweep: the quality and the latency of every setting with which a pair may decode.
+"""A sweep: the quality and latency of a pair at many settings.
 
-A sweep's folder holds quality.jsonl, a line for each point, and latency.jsonl, a line for each timed example;
-both are resumed after a killed run. A point is a Settings.
+A sweep's folder has quality.jsonl, with a line for each point, and latency.jsonl, with a line for each timed
+example. Killed runs resume both. A point is a Settings.
 """
 
 import dataclasses
@@ -39,34 +39,35 @@ COMPARED = (
     "typical",
     "cactus",
     "relaxed",
-)  # what a sweep compares unless told otherwise
+)  # the methods that a sweep compares by default
 LOSSLESS = tuple(name for name, method in METHODS.items() if method.lossless)
 TENTHS = tuple(n / 10 for n in range(11))
-WARM = 5  # examples decoded untimed: XLA on CPUs makes a kernel when it first runs, and adaptive blocks have
-# those of each width
-DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what a damaged line raises
+WARM = 5  # untimed examples: XLA on CPUs makes a kernel when it first runs, and adaptive blocks have
+# kernels of each width
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # raised by damaged lines
 References = Sequence[Sequence[str]]
 Track = Callable[[Sequence[Any], str], Iterator[Any]]
 
 
 def block_size_of(point: Settings) -> Any:
-    """The block size of a point, which may be "adaptive"; 0 if its method has none. A config's own method
-    has none at block size 1, the one that grid() gives to samplers."""
+    """The block size of a point, which may be "adaptive"; 0 if its method has none. A config's own sampler
+    has none at block size 1, which is what grid() gives to samplers."""
     entries = [NAMED.get(name) for name in point.name.split("+")]
     unknown = None in entries and point.block_size == 1
     return 0 if unknown or any(isinstance(entry, Scheme) for entry in entries) else point.block_size
 
 
 def alone(point: Settings, model: str) -> Settings:
-    """One model (`verifier` or `drafter`) decoding as the point does. It verifies nothing."""
+    """The settings of one model (`verifier` or `drafter`) decoding alone like the point, without
+    verification."""
     return dataclasses.replace(
         point, method=model, alpha=0.0, alpha_after={}, block_size=1, verification=TOKEN.name
     )
 
 
 def curve_of(point: Settings) -> str:
-    """The name of the points that differ in alpha alone: the method's, and in parentheses how drafts are
-    verified and which lenience holds after a marker, where either is unusual."""
+    """The name of the curve of points that differ only in alpha: the method, and in parentheses the
+    verification and the lenience after a marker if they are not the default."""
     after = "/".join(
         "+".join(f"{value:g}" for value in (values if isinstance(values, tuple) else (values,)))
         for values in point.alpha_after.values()
@@ -76,7 +77,7 @@ def curve_of(point: Settings) -> str:
 
 
 class Contest(NamedTuple):
-    """The curve of a point, its lenience on that curve, and the verifier that it is compared with."""
+    """A point's curve, its lenience on that curve, and the verifier that it is compared with."""
 
     name: str
     lenience: Any
@@ -84,8 +85,8 @@ class Contest(NamedTuple):
 
 
 def contests(point: Settings, points: Any) -> Iterator[Contest]:
-    """The place of a point of `points`: among points with the same truncation; if the truncation is its
-    lenience, it is compared with the verifier without truncation."""
+    """The curves on which a point of `points` lies: that of points with the same truncation and, if the
+    truncation is its lenience, one that is compared with the verifier without truncation."""
     verifier = alone(point, "verifier")
     if alone(point, "drafter") in points:
         yield Contest(curve_of(point), point.alpha, verifier)
@@ -109,18 +110,18 @@ def grid(
     verifications: Sequence[str] | None = None,
     alphas_after: Sequence[float] | None = None,
 ) -> list[Settings]:
-    """Every point once, the two models alone first at each temperature and top-p; the other fields are those
-    of `base`. Without truncation, also the verifier and the LOSSLESS methods at all values of the
-    `truncations`, verified in the first of the `verifications`.
+    """Every point once, with the two models alone first at each temperature and top-p. Other fields are those
+    of `base`. Without truncation, the grid also contains the verifier and the LOSSLESS methods at all values
+    of the `truncations`, with the first of the `verifications`.
 
-    alphas, by default tenths and those `between` that the method's Sweep names, are multiplied by its
-    `scale`, and those in [0, 1] are kept within the method's range. So are alphas_after, the leniences after
-    any of base's markers; None leaves these as they are. Greedy methods appear at temperature 0 only, methods
-    without a block size once for all `block_sizes` and `verifications`, lossless ones once for all alphas.
-    known: what each name of `methods` stands for.
+    alphas (by default tenths, and those `between` of the method's Sweep) are multiplied by the Sweep's
+    `scale`, and those in [0, 1] are clipped to the method's range. The same applies to alphas_after, the
+    leniences after any of base's markers; None keeps those. Greedy methods appear only at temperature 0,
+    methods without a block size once for all `block_sizes` and `verifications`, and lossless ones once for
+    all alphas. known: the methods by name.
 
-    Raises FieldError for an empty list, a method that is unknown or named twice, a value out of its range,
-    and for alphas_after without a marker.
+    Raises FieldError for an empty list, a method that is unknown or repeated, a value out of range, and
+    alphas_after without a marker.
     """
     ways = (base.verification,) if verifications is None else verifications
     if (least := min((size for size in block_sizes if isinstance(size, int)), default=1)) < 1:
@@ -188,7 +189,7 @@ def grid(
                 ]
                 points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
     for point in points:
-        point.check(10**9, known=known)  # how many tokens there are is known once the models are loaded
+        point.check(10**9, known=known)  # the vocabulary size is unknown before the models are loaded
     return list(points)
 
 
@@ -212,7 +213,7 @@ def _is_timed(point: Settings) -> bool:
 
 
 class OneShape(Cascade):
-    """A Cascade that pads all inputs to one length: one program for each method and block size."""
+    """A Cascade that pads all inputs to one length, so that each method and block size needs one program."""
 
     def bucket(self, length: int) -> int:
         return self.max_source_length
@@ -243,10 +244,10 @@ def measure_quality(
     batch_size: int,
     track: Track,
 ) -> dict[Settings, Quality]:
-    """The quality of every point over `sources`, read from `path` if it is there already.
+    """The quality of every point over `sources`, read from `path` if it is already there.
 
-    settings: what determines the results besides the point; it is stored next to `path`. Raises ValueError
-    if `path` has results of other settings or a damaged line.
+    settings: everything that determines the results besides the point; stored next to `path`. Raises
+    ValueError if `path` has results of other settings or a damaged line.
     """
     known: dict[Settings, Quality] = {}
 
@@ -275,7 +276,7 @@ def measure_quality(
 
 
 def _as_tuples(value: Any) -> Any:
-    """A field that JSON has held, with its lists as the tuples that they were."""
+    """A field read from JSON, with lists converted back to tuples."""
     if isinstance(value, dict):
         return {key: _as_tuples(item) for key, item in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -326,10 +327,10 @@ def measure_latency(
     trials: int,
     track: Track,
 ) -> dict[Settings, Latency]:
-    """The time that every point takes for each example by itself (batch 1), `trials` times.
+    """The time of every point for each example at batch size 1, `trials` times.
 
-    All points decode an example in turn, in a random order, so that a machine that slows down affects all of
-    them. Compilation and first runs are not counted. Methods whose time means nothing are left out.
+    All points decode an example in turn, in random order, so that a machine that slows down affects all of
+    them. Compilation and first runs are not counted. Methods whose time is meaningless are left out.
 
     Raises ValueError if `path` has results of other settings or a damaged line.
     """
@@ -370,7 +371,7 @@ def measure_latency(
                 decode(point, n)
         for trial, n in track(work, "latency"):
             seconds, tokens = [0.0] * len(points), [0] * len(points)
-            # In a new order each time: a program is slower after another one than after itself.
+            # In a new order each time, because a program is slower after another one than after itself.
             for k in np.random.default_rng([trial, n]).permutation(len(points)):
                 seconds[k], output = decode(points[k], n)
                 tokens[k] = len(output.tokens)

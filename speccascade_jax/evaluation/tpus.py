@@ -46,9 +46,9 @@ from speccascade_jax.parallel import shared_by, tensor_mesh, tensor_sharding
 from speccascade_jax.planning.prediction import expected_tokens
 from speccascade_jax.scheduling.programs import Clock, Plan, Programs, shardings
 
-PREFILL, LOOP = "prefill", "decode loop"  # the names of two programs
-PROGRAMS = 5  # the number of programs that are compiled for a pair
-KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # the compiler's names of dtypes
+PREFILL, LOOP = "prefill", "decode loop"  # names of two programs
+PROGRAMS = 5  # number of programs compiled for a pair
+KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}  # the compiler's names for dtypes
 
 
 class Chip(NamedTuple):
@@ -78,14 +78,14 @@ class Shapes:
     block_size: int
     method: str = "token_v3"
     rows: int = 1
-    devices: int = 1  # that share each model's parameters
+    devices: int = 1  # devices that share each model's parameters
     dtype: str = "bfloat16"
-    stacked: bool = True  # layers in a loop, as accelerators have them
+    stacked: bool = True  # layers in a loop, as on accelerators
     verification: str = TOKEN.name
 
 
 def checked(name: str) -> Chip:
-    """The chip of a topology's name such as v5e:2x2. Raises ValueError for another, and without libtpu."""
+    """The chip of a topology such as v5e:2x2. Raises ValueError for an unknown chip, and without libtpu."""
     kind, _, size = name.partition(":")
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", size):
         raise FieldError(
@@ -105,9 +105,8 @@ def checked(name: str) -> Chip:
 
 
 def devices_of(name: str) -> list[Any]:
-    """The described devices of a topology. Raises ValueError if the compiler knows no topology of that
-    name."""
-    # Without a look at which TPU this machine has; several processes may compile.
+    """The described devices of a topology. Raises ValueError if the compiler does not know the topology."""
+    # Do not look for a TPU in this machine, and let several processes compile.
     os.environ.update(
         {
             "TPU_SKIP_MDS_QUERY": "1",
@@ -130,8 +129,7 @@ def devices_of(name: str) -> list[Any]:
 
 
 def check_pair(shapes: Shapes, devices: list[Any]) -> None:
-    """Raises ValueError for models of two vocabularies, a drafter of another verifier, and fewer devices than
-    they need."""
+    """Raises ValueError for different vocabularies, a drafter for another verifier, and too few devices."""
     if shapes.devices > len(devices):
         raise FieldError(
             "tensor_parallel",
@@ -144,7 +142,7 @@ def check_pair(shapes: Shapes, devices: list[Any]) -> None:
 
 
 def check_vocabularies(configs: Sequence[Config]) -> None:
-    """Raises FieldError for models of several vocabularies."""
+    """Raises FieldError for models with different vocabularies."""
     sizes = [config.vocab_size for config in configs]
     if len(set(sizes)) > 1:
         raise FieldError(
@@ -156,21 +154,21 @@ def check_vocabularies(configs: Sequence[Config]) -> None:
 
 
 class Described(Programs):
-    """Programs for devices that are only described, so their free memory is not known."""
+    """Programs for described devices, whose free memory is unknown."""
 
     def _check_memory(self, rows: int, state: Any) -> None:
         return
 
 
 class DescribedDevices:
-    """Devices that are only described, which share the parameters of models in shapes without values."""
+    """Described devices that share the parameters of models, which are shapes without values."""
 
     def __init__(self, count: int, devices: list[Any]):
         self.mesh = None if count == 1 else tensor_mesh(count, devices)
         self.whole = SingleDeviceSharding(devices[0]) if self.mesh is None else NamedSharding(self.mesh, P())
 
     def params(self, model: Any, dtype: str) -> nnx.State:
-        """A model's parameters, and where their parts are."""
+        """The shapes and shardings of a model's parameters."""
         mesh = self.mesh
         place = Placement(
             dtype,
@@ -189,13 +187,13 @@ class DescribedDevices:
 
 
 def model_for(config: Config, dtype: str) -> Any:
-    """The model that decodes in `dtype`, its layers separate."""
+    """The model that decodes in `dtype`, with separate layers."""
     return model_of(config, dtype=dtype, cache_dtype="bfloat16" if dtype == "int8" else dtype)
 
 
 class Pair:
-    """A drafter and a verifier on described devices, in shapes without values. A drafter that reads its
-    verifier's states and that verifier are members of one network, whose parameters and cache both have."""
+    """A drafter and a verifier on described devices, as shapes without values. A drafter that reads its
+    verifier's states forms one network with it, with common parameters and cache."""
 
     def __init__(self, shapes: Shapes, devices: list[Any]):
         check_pair(shapes, devices)
@@ -281,7 +279,7 @@ class Pair:
 
     def least_read(self) -> tuple[float, float]:
         """The bytes that a device must read for one pass of the drafter and one of the verifier: the weights
-        and all of the cache's buffers."""
+        and all cache buffers."""
         drafter, verifier = (
             float(bytes_read(model, self.plain_params[0 if self.sampler.shares else number]))
             for number, model in enumerate(self.plain)
@@ -318,15 +316,14 @@ def dtype_of(run: DecodeConfig) -> str:
 
 
 def attached_of(config: Config) -> checkpoints.Attached | None:
-    """The entry of a drafter with that config if it only works as a member of one network with its
+    """The entry of a drafter with that config, if it only works as a member of one network with its
     verifier."""
     return checkpoints.ATTACHED.get(type(model_of(config)))
 
 
 def wholes_of(drafter: Config, verifier: Config) -> list[Config]:
-    """The shapes of what has parameters of its own: the two models, or the network that a drafter of
-    checkpoints.ATTACHED and its verifier are members of. Raises ValueError for a drafter of another
-    verifier."""
+    """The configs with separate parameters: the two models, or the network formed by a drafter of
+    checkpoints.ATTACHED and its verifier. Raises ValueError for a drafter of another verifier."""
     attached = attached_of(drafter)
     if attached is None:
         return [drafter, verifier]
@@ -340,7 +337,7 @@ def wholes_of(drafter: Config, verifier: Config) -> list[Config]:
 
 def read_by_drafter(cache: AssistedCache | EagleCache | BlockDrafterCache) -> float:
     """Bytes of a network's cache that a device reads for one pass of the drafter."""
-    if isinstance(cache, AssistedCache):  # one layer's of each kind
+    if isinstance(cache, AssistedCache):  # one layer of each kind
         return sum(local_bytes(x) / x.shape[0] for x in buffers_of(cache.verifier))
     held = (cache.keys, cache.values) if isinstance(cache, EagleCache) else buffers_of(cache.drafter)
     return float(read_of(held))
@@ -352,8 +349,8 @@ def read_of(buffers: Iterable[Any]) -> int:
 
 
 def shapes_of(run: DecodeConfig) -> list[Config]:
-    """The shapes of a config's models, from their folders or, where these are missing, from the training
-    configs that make them. Raises FieldError if neither is there."""
+    """The shapes of a config's models, from their folders or, if these are missing, from their training
+    configs. Raises FieldError if both are missing."""
     trained: dict[str, Config] = {}
     for name in available():
         with contextlib.suppress(ConfigError):

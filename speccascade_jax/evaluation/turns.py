@@ -1,7 +1,7 @@
-"""Decoders of the same texts: what each of them counts, and how long each of them takes.
+"""Compares decoders on the same texts: their counts and their times.
 
-A decoder is a DecodeConfig: models, dtype and settings. Both measurements are files of JSON lines that a
-killed run resumes, and both are reduced to ratios of sums, with 95% intervals over the texts.
+A decoder is a DecodeConfig: models, dtype and settings. Both measurements are JSON lines files, which killed
+runs resume, and are reduced to ratios of sums with 95% intervals over the texts.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from speccascade_jax.settings import Settings
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 BESIDES = ("batch_size", "prefix_cache_bytes", "truncate", "task", "missing", "examples", "planned_for")
 """Fields of a config that change neither its models nor their outputs."""
-WARM = 2  # groups that every decoder decodes before any is timed
+WARM = 2  # groups that every decoder decodes before timing begins
 
 Decode = Callable[[int, Sequence[str]], tuple[float, list[Output]]]
-"""(the first text's number, texts) -> seconds, outputs."""
+"""(index of the first text, texts) -> seconds, outputs."""
 
 
 class Counts(NamedTuple):
@@ -43,9 +43,9 @@ class Counts(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The times of each group of texts that was decoded together."""
+    """The times of each group of texts decoded together."""
 
-    seconds: Float[np.ndarray, " N"]  # the median of all trials
+    seconds: Float[np.ndarray, " N"]  # median of all trials
     tokens: Float[np.ndarray, " N"]
     rounds: Float[np.ndarray, " N"]  # verifier calls
     drafted: Float[np.ndarray, " N"]
@@ -53,7 +53,7 @@ class Times(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A ratio of sums over texts, and its 95% interval."""
+    """A ratio of sums over texts and its 95% interval."""
 
     value: float
     low: float
@@ -180,7 +180,7 @@ def measure_times(
         ):
             decoders[name](groups[g].start, [texts[n] for n in groups[g]])
         for trial, g in track(work, "times"):
-            # In a new order each time: a program is slower after another one than after itself.
+            # In a new order each time, because a program is slower after another one than after itself.
             for k in np.random.default_rng([trial, g]).permutation(len(names)):
                 spent, outputs = decoders[names[k]](groups[g].start, [texts[n] for n in groups[g]])
                 seconds[trial, k, g] = spent
@@ -192,7 +192,7 @@ def measure_times(
 
 
 def tokens_a_call(decoder: Counts | Times, other: Counts | None = None) -> Ratio:
-    """Tokens a verifier call; how many times as many as those of `other`, paired over texts."""
+    """Tokens per verifier call or, with `other`, their ratio to those of `other`, paired over texts."""
     return _ratio(
         [decoder.tokens, *([other.rounds] if other else [])],
         [decoder.rounds, *([other.tokens] if other else [])],
@@ -200,12 +200,12 @@ def tokens_a_call(decoder: Counts | Times, other: Counts | None = None) -> Ratio
 
 
 def times_as_fast(decoder: Times, other: Times) -> Ratio:
-    """Tokens a second, in those of `other`, paired over groups of texts."""
+    """Tokens per second relative to `other`, paired over groups of texts."""
     return _ratio([decoder.tokens, other.seconds], [decoder.seconds, other.tokens])
 
 
 def _ratio(above: Sequence[np.ndarray], below: Sequence[np.ndarray]) -> Ratio:
-    """The product of the sums of `above`, divided by that of the sums of `below`."""
+    """The product of the sums of `above` divided by the product of the sums of `below`."""
 
     def of(chosen: Any) -> np.ndarray:
         up, down = (

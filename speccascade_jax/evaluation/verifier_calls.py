@@ -1,8 +1,8 @@
-"""The expected number of verifier calls for texts, for any block size and way to verify.
+"""The expected number of verifier calls for texts, for any block size and verification.
 
-Nothing is drafted: planning.runs computes the expected calls along texts that follow a rule's law, however
-they were decoded. When both ways of verifying are compared on the same texts, the randomness of drafts and of
-their acceptance does not contribute to the differences.
+Nothing is drafted: planning.runs computes the expected calls on texts that follow a rule's distribution,
+however they were decoded. If two verifications are compared on the same texts, their difference has no noise
+from drafting and acceptance.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ BATCH = 16
 def ratios(
     sampler: Sampler, params: Any, requests: loop.Requests, tokens: Int[jax.Array, "B L"]
 ) -> Float[jax.Array, "B L"]:
-    """q~/pi of each of `tokens` after its request and the tokens before it, 0 where pi is."""
+    """q~/pi of each of `tokens` given its request and the tokens before it; 0 where pi is 0."""
     state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
     draft_laws: Any = abilities_of(sampler).draft_laws
@@ -55,8 +55,8 @@ def ratios(
 def ratios_along(
     cascade: Cascade, outputs: Sequence[Output], settings: Settings
 ) -> tuple[Float[np.ndarray, "T L"], Int[np.ndarray, " T"]]:
-    """q~/pi of the tokens of each output, which `settings` has decoded, and its length. Raises FieldError for
-    a method that states no law of its tokens by their prefix."""
+    """q~/pi of the tokens of each output decoded with `settings`, and its length. Raises FieldError for a
+    method whose distribution does not depend only on the prefix."""
     settings = cascade.checked(settings, {})
     [(_, lane)] = cascade.lanes([settings]).items()
     sampler = lane.plan.sampler
@@ -71,7 +71,7 @@ def ratios_along(
     tokens, lengths = pad([output.tokens for output in outputs], cascade.max_new_tokens, 0)
     program, along = jax.jit(partial(ratios, sampler)), []
     for begin in range(0, len(outputs), BATCH):
-        chosen = [min(n, len(outputs) - 1) for n in range(begin, begin + BATCH)]  # the last one again
+        chosen = [min(n, len(outputs) - 1) for n in range(begin, begin + BATCH)]  # repeats the last one
         requests = [
             Request(
                 rows[n],
@@ -94,7 +94,7 @@ class Along(NamedTuple):
 
     ratios: Float[np.ndarray, "S T L"]  # ratios_along()
     lengths: Int[np.ndarray, "S T"]
-    rounds: Float[np.ndarray, "S T"]  # calls of the verifier as these decodings counted them
+    rounds: Float[np.ndarray, "S T"]  # verifier calls counted in these decodings
 
     @property
     def tokens(self) -> Int[np.ndarray, " T"]:
@@ -142,8 +142,8 @@ def measure_texts(run: DecodeConfig, texts: Sequence[str], path: Path, *, seeds:
 def pad_ratios(
     rows: Sequence[Sequence[float]], width: int, count: int
 ) -> tuple[Float[np.ndarray, "T L"], Int[np.ndarray, " T"]]:
-    """Rows of ratios, padded to `width` or the longest of them, and their lengths. Raises ValueError for
-    another number of rows than `count`, and for what is no ratio."""
+    """Rows of ratios, padded to at least `width`, and their lengths. Raises ValueError unless there are
+    `count` rows of valid ratios."""
     if len(rows) != count:
         raise ValueError(f"{len(rows)} rows, not {count}")
     lengths = np.array([len(row) for row in rows])
@@ -158,13 +158,13 @@ def pad_ratios(
 def expected_calls(
     along: Float[np.ndarray, "T L"], lengths: Int[np.ndarray, " T"], way: Verification, block_size: int
 ) -> Float[np.ndarray, " T"]:
-    """The expected verifier calls in each text, from its ratios_along()."""
+    """The expected verifier calls for each text, from its ratios_along()."""
     return Runs.of(along, lengths, way, block_size).calls(np.ones(block_size + 1))
 
 
 def fewer(calls: Float[np.ndarray, " T"], baseline: Float[np.ndarray, " T"]) -> Ratio:
-    """The ratio of the calls of `baseline` to `calls` for the same texts, which is the ratio of tokens per
-    call in favour of `calls`."""
+    """The calls of `baseline` divided by `calls` for the same texts, which is the ratio of tokens per
+    call."""
     drawn = resamples(len(calls))
     ratio = baseline[drawn].sum(axis=1) / calls[drawn].sum(axis=1)
     return Ratio(float(baseline.sum() / calls.sum()), *interval(ratio.tolist()))

@@ -46,8 +46,8 @@ MODELS: dict[type, Callable[..., Model]] = {
 
 
 def model_of(config: Config, **fields: Any) -> Model:
-    """The model with that config; for an assistant or a head without its verifier, what holds its parameters.
-    `fields` are its other fields: dtype, cache_dtype, remat."""
+    """The model with that config; for an assistant or head without its verifier, a model that only holds
+    parameters. `fields`: dtype, cache_dtype, remat and so on."""
     return MODELS[type(config)](config, **fields)
 
 

@@ -12,9 +12,9 @@ Array = jax.Array
 @partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class AdaptedKernel:
-    """The matrix base + scale * a @ b, [in, out], which a projection multiplies without making it."""
+    """The matrix base + scale * a @ b, [in, out], which projections apply without computing it."""
 
-    base: Any  # [in, out], as it was before the adapter
+    base: Any  # [in, out], without the adapter
     a: Any  # float32 [in, rank]
     b: Any  # float32 [rank, out]
     scale: float  # alpha / rank

@@ -1,8 +1,8 @@
 """Gemma 4's assistants: drafters that read their verifier's states and its stored keys and values.
 
-An assistant is a few of Gemma 4's layers that have queries only. For each token it reads the verifier's
-embedding of it and a state: the verifier's last state, and while it drafts, its own last output. Its position
-is that of the last committed token for the whole draft. So it has no cache and no prefill of its own.
+An assistant consists of a few Gemma 4 layers that have only queries. For each token it reads the verifier's
+embedding and a state: the verifier's last state or, while it drafts, its own last output. Its position stays
+that of the last committed token for the whole draft. So it has no cache and no prefill of its own.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class AssistantConfig(Gemma4Config):
-    """An assistant's shape: all of its layers are readers. The defaults are those of E2B's."""
+    """An assistant's shape. All of its layers are readers. The defaults are those of E2B's assistant."""
 
     family: ClassVar[str] = "gemma4_assistant"
     d_model: int = 256
@@ -43,9 +43,9 @@ class AssistantConfig(Gemma4Config):
     per_layer_width: int | None = None
     logit_softcap: float | None = None
     local: tuple[int, ...] = (1, 1, 1, 0)
-    state_width: int = 1536  # of the verifier's states
-    num_centroids: int | None = 2048  # of equally many tokens each; None: every token is scored
-    active_centroids: int = 32  # the likeliest, whose tokens alone are scored
+    state_width: int = 1536  # width of the verifier's states
+    num_centroids: int | None = 2048  # clusters of equally many tokens; None: all tokens are scored
+    active_centroids: int = 32  # number of most likely clusters, whose tokens are scored
 
 
 ASSISTANT = AssistantConfig()
@@ -89,7 +89,8 @@ class Assistant(Layered):
         self, embedded: Array, state: Array, position: Int[Array, " B"], held: Any
     ) -> tuple[Float[Array, "B 1 V"], Array]:
         """The logits after a token whose verifier's embedding is `embedded` [B, 1, D'], and the next state
-        [B, 1, D']. `position` is the last committed token's; `held` are the keys and values before it."""
+        [B, 1, D']. `position` is that of the last committed token; `held` are the keys and values before
+        it."""
         size = entries(held[0])
         back = position[:, None, None] - jnp.arange(size)
         kinds = kinds_of(self.config, position[:, None], jnp.where(back > 0, back, -1))
@@ -114,7 +115,7 @@ class Assistant(Layered):
 
 @dataclasses.dataclass(frozen=True)
 class AssistantModel(FlaxModel):
-    """An assistant without its verifier: it has parameters, and refuses to decode."""
+    """An assistant without its verifier: it has parameters but cannot decode."""
 
     config: AssistantConfig
 
@@ -150,7 +151,7 @@ class AssistedCache(NamedTuple):
 
     verifier: LocalCache
     states: Array  # [B, 1, L, D], a single row's [1, L, D]: the verifier's, past its length the assistant's
-    drafted: Int[Array, " B"]  # how many positions have a state
+    drafted: Int[Array, " B"]  # number of positions that have a state
 
     @property
     def length(self) -> Int[Array, " B"]:
@@ -203,7 +204,7 @@ class AssistedModel(PairModel):
     """A network of two members, "drafter" (the assistant) and "verifier". Used alone it is the verifier."""
 
     config: AssistedConfig
-    chunk: int = 512  # as the verifier's
+    chunk: int = 512  # the verifier's
     drafter_name: ClassVar[str] = "an assistant"
 
     @property
@@ -225,7 +226,7 @@ class AssistedModel(PairModel):
         input_length: Int[AnyArray, " B"],
         max_length: int,
     ) -> tuple[Prefix, AssistedCache]:
-        """The verifier's; the assistant reads nothing beforehand."""
+        """The verifier's prefill. The assistant needs none."""
         return read_prompts(self, params, inputs, input_length, max_length)
 
     def lengths(self, cache: AssistedCache) -> Int[Array, "B 2"]:
@@ -247,7 +248,7 @@ class AssistedModel(PairModel):
     def segment(
         self, cache: AssistedCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int
     ) -> Any:
-        """The verifier's, and its states."""
+        """The verifier's segment and its states."""
         held = self.full.segment(cache.verifier, row, start, size)
         return {**held, "states": cut(cache.states, row, start, size)}
 

@@ -21,8 +21,8 @@ class FlaxModel:
     """Static and hashable, parameters passed in."""
 
     config: Any
-    dtype: str = "float32"  # of the matrix products; int8 where their kernels are packed so
-    cache_dtype: str = "float32"  # of remembered keys and values: CPUs attend faster in float32
+    dtype: str = "float32"  # of matrix products; int8 if their kernels are packed as int8
+    cache_dtype: str = "float32"  # of cached keys and values; CPUs attend faster in float32
     remat: bool = False  # recompute each layer in the backward pass
     stacked: bool = False  # see models/stacking.py
 
@@ -41,16 +41,16 @@ class FlaxModel:
         return nnx.merge(self.graphdef(), params)
 
     def init(self, seed: int) -> nnx.State:
-        """Fresh parameters."""
+        """Newly initialised parameters."""
         return nnx.split(self.network(nnx.Rngs(seed)))[1]
 
     def abstract_params(self) -> nnx.State:
-        """The parameters' shapes, without memory."""
-        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy: loading fills it in place
+        """The shapes of the parameters, without allocating memory."""
+        return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy, because loading fills it in place
 
 
 class SingleModel(FlaxModel):
-    """One whose cache is a T5Cache or a DecoderCache."""
+    """A model whose cache is a T5Cache or a DecoderCache."""
 
     def decoder_of(self, params: nnx.State) -> Any:
         """The network that reads such a cache."""
@@ -65,7 +65,7 @@ class SingleModel(FlaxModel):
     def extend_branches(
         self, params: nnx.State, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches
     ) -> Float[Array, "B M V"]:
-        """Float32 logits after each node of a tree of texts; the cache stays as it is."""
+        """Float32 logits after each node of a tree of texts; the cache is not changed."""
         return read_branches(self.decoder_of(params), tokens, cache, branches)
 
 

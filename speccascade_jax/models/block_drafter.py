@@ -1,8 +1,8 @@
-"""A drafter that writes a whole draft in one pass, for a T5 (as DFlash: Chen et al. 2026, arXiv 2602.06036).
+"""A drafter for T5 that writes a whole draft in one pass (like DFlash: Chen et al. 2026, arXiv 2602.06036).
 
-It reads the last committed token and a mask for each further place of the draft. All of these see each other
-in both directions; as keys and values they also see the verifier's states at the committed positions, and
-they read the verifier's encoder. Embeddings and head are the verifier's.
+It reads the last committed token and a mask for each further place of the draft. These attend to each other
+in both directions, to keys and values made from the verifier's states at the committed positions, and to the
+verifier's encoder. Embeddings and head are the verifier's.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from speccascade_jax.models.t5 import MASKED, T5, DecoderLayer, T5Config, T5Mode
 
 Array = jax.Array
 SHORTEST = 4
-"""Tokens of the shortest draft in training, the one after it included; longer ones are as likely by their
-logarithms."""
-DRAWN = 1_000_000  # folded into a key that dropout folds smaller numbers into
+"""Tokens of the shortest draft in training, including the one after it. The logarithm of the length is
+uniform."""
+DRAWN = 1_000_000  # folded into a key into which dropout folds smaller numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class BlockDrafterConfig(NetworkShape):
     family: ClassVar[str] = "block_drafter"
     full_part: ClassVar[str] = "verifier"  # where the full model's parameters are
     verifier: T5Config = dataclasses.field(default_factory=T5Config)
-    states: Suppress[tuple[int, ...]] = (2, 4, 8)  # after how many of its layers its states are read
-    block_size: Suppress[int] = 16  # the most tokens of a draft
+    states: Suppress[tuple[int, ...]] = (2, 4, 8)  # numbers of verifier layers after which states are read
+    block_size: Suppress[int] = 16  # most tokens of a draft
     num_layers: Suppress[int] = 1
     num_heads: Suppress[int] = 6
     d_kv: Suppress[int] = 64
@@ -59,7 +59,7 @@ class BlockDrafterConfig(NetworkShape):
 
     @property
     def layer(self) -> T5Config:
-        """The shape of the drafter's layers: those of a decoder as wide as the verifier's."""
+        """The shape of the drafter's layers, which are those of a decoder as wide as the verifier's."""
         return dataclasses.replace(
             self.verifier,
             num_heads=self.num_heads,
@@ -71,10 +71,10 @@ class BlockDrafterConfig(NetworkShape):
 
 
 class BlockDrafterCache(NamedTuple):
-    """The caches of a drafter and of its verifier. The drafter's keys and values are those of the verifier's
-    states, so both have one length."""
+    """The caches of a drafter and its verifier. The drafter's keys and values are made from the verifier's
+    states, so both have the same length."""
 
-    drafter: Any  # of the kind of the verifier's
+    drafter: Any  # of the same type as the verifier's
     verifier: Any
 
     @property
@@ -83,7 +83,7 @@ class BlockDrafterCache(NamedTuple):
 
 
 class Drafter(nnx.Module):
-    """The layers that draft, and what turns the verifier's states into what they read."""
+    """The drafting layers, and the projection of the verifier's states that they read."""
 
     def __init__(self, config: BlockDrafterConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         shape, self.config = config.layer, config
@@ -100,14 +100,14 @@ class Drafter(nnx.Module):
         self.mix_norm, self.norm = (RMSNorm(width, shape.layer_norm_epsilon) for _ in range(2))
 
     def mixed(self, states: Float[Array, "N B T D"]) -> Float[Array, "B T D"]:
-        """The states of several layers as one, each of them divided by its root mean square."""
+        """Combines the states of several layers, each divided by its root mean square."""
         square = jnp.mean(jnp.square(states), axis=-1, keepdims=True)
         states = states * lax.rsqrt(square + self.config.layer.layer_norm_epsilon)
         return self.mix_norm(self.mix(jnp.concatenate(list(states), axis=-1)))
 
     def start(self, encoded: Array, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
-        """The empty cache for what was encoded [B, S, D]. Its position_bias is that of keys 0 .. L - 1 steps
-        back, and then of those ahead, the next one's last."""
+        """The empty cache for an encoded source [B, S, D]. Its position_bias is for keys 0 .. L - 1 steps
+        back, followed by those ahead, the nearest last."""
 
         def kept(layer: DecoderLayer) -> tuple[Array, Array]:
             keys, values = layer.cross.keys_values(encoded)
@@ -145,7 +145,7 @@ class Drafter(nnx.Module):
         return with_more(cache, new, mixed.shape[1])
 
     def embedded(self, tokens: Int[AnyArray, "B T"], verifier: T5) -> Float[Array, "B T D"]:
-        """Committed tokens' embeddings, and those of the masks by their place among the masks."""
+        """The embeddings of committed tokens, and of masks by their place among the masks."""
         place = jnp.clip(jnp.cumsum(tokens < 0, axis=1) - 1, 0, self.config.block_size - 1)
         known = verifier._embed(jnp.maximum(tokens, 0))
         return jnp.where((tokens < 0)[..., None], self.masks[...][place], known)
@@ -153,8 +153,8 @@ class Drafter(nnx.Module):
     def draft(
         self, tokens: Int[AnyArray, "B T"], verifier: T5, cache: T5Cache
     ) -> tuple[Float[Array, "B T V"], T5Cache]:
-        """The logits of what follows each of `tokens`, of which some are masks, and the cache, whose scratch
-        alone has changed: a copy of its buffers is spared."""
+        """The logits of the token after each of `tokens`, some of which are masks, and the cache. Only
+        scratch entries of the cache change, which avoids a copy of its buffers."""
         count, size = tokens.shape[1], entries(cache.keys)
         back = jnp.maximum(steps_back(cache.length, count, size), -self.config.block_size)  # [B, T, L]
         shown = seen(tokens, cache.length, back)[..., None]
@@ -181,8 +181,8 @@ class Drafter(nnx.Module):
         verifier: T5,
         dropout: Dropout,
     ) -> Float[Array, "B T V"]:
-        """draft() at every position of a text: each belongs to the draft that begins after the committed
-        token at `begins`, and sees nothing of the text from there on."""
+        """draft() at every position of a text. Each position belongs to the draft that begins after the
+        committed token at `begins`, and does not see the text from there on."""
         position = np.arange(tokens.shape[1])
         place = position - begins
         x = jnp.where(
@@ -237,8 +237,8 @@ class BlockDrafter(nnx.Module):
     def draft(
         self, tokens: AnyArray, cache: BlockDrafterCache
     ) -> tuple[Float[Array, "B T V"], BlockDrafterCache]:
-        """The logits of what follows each of `tokens`, committed ones that the cache lacks and masks. The
-        cache is none the longer."""
+        """The logits of the token after each of `tokens`, which are committed tokens that the cache lacks and
+        masks. The cache does not become longer."""
         logits, drafter = self.drafter.draft(tokens, self.verifier, cache.drafter)
         return logits, cache._replace(drafter=drafter)
 
@@ -255,7 +255,7 @@ class BlockPairModel(PairModel):
         input_length: Int[AnyArray, " B"],
         max_length: int,
     ) -> tuple[Prefix, BlockDrafterCache]:
-        """The verifier's, which leaves the drafter what it reads."""
+        """The verifier's prefill, which also fills the drafter's cache."""
         raise NotImplementedError
 
     def lengths(self, cache: BlockDrafterCache) -> Int[Array, "B 2"]:
@@ -278,8 +278,8 @@ class BlockPairModel(PairModel):
 
 @dataclasses.dataclass(frozen=True)
 class BlockDrafterModel(BlockPairModel):
-    """A T5 and its block drafter. The verifier's fresh parameters are those that it has alone with the same
-    seed."""
+    """A T5 and its block drafter. The verifier's initial parameters are the same as without a drafter for the
+    same seed."""
 
     config: BlockDrafterConfig
 
@@ -319,9 +319,9 @@ class BlockDrafterModel(BlockPairModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of both members, from one pass of the verifier; the drafts are those of begins(). `key`
-        turns the drafter's dropout on: the verifier's distributions are what it learns from. `after` is
-        called between the verifier's layers."""
+        """forced() of both members, from one pass of the verifier; drafts begin as in begins(). `key` enables
+        dropout in the drafter only, because it learns from the verifier's distributions. `after` is called
+        between the verifier's layers."""
         network, tokens = self.merged(params), self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = network.verifier.encode(source, source_bias)
@@ -362,8 +362,9 @@ class BlockDrafterModel(BlockPairModel):
 
 
 def begins(tokens: Int[AnyArray, "B T"], longest: int, key: Array | None) -> Int[Array, "B T"]:
-    """The position of the committed token after which each position's draft begins. The drafts of a row are
-    of one length, up to `longest`, drawn like the first one's end; without a key it is half of that."""
+    """The position of the committed token after which each position's draft begins. The drafts of a row have
+    the same random length of up to `longest`, and the first one's end is random; without a key, the length is
+    half of `longest`."""
     rows, position = tokens.shape[0], jnp.arange(tokens.shape[1])
     size, ahead = jnp.full((rows, 1), -(-longest // 2)), jnp.zeros((rows, 1), jnp.int32)
     if key is not None:

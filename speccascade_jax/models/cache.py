@@ -1,7 +1,7 @@
-"""Key-value caches: explicit pytrees with a per-row length; rolling back is lowering the length.
+"""Key-value caches: explicit pytrees with a length per row. A rollback lowers the length.
 
-Buffers are [B, H, L, K], those of a single row [H, L, K]: if a written buffer has an axis of size one, XLA's
-CPU backend makes a second buffer for the attention, and copies both in every step.
+Buffers are [B, H, L, K], but those of a single row are [H, L, K]. If a written buffer has an axis of size
+one, XLA's CPU backend makes a second buffer for the attention and copies both in every step.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,11 @@ from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.models.stacking import Stacked, nth, repeated
 
 Array = jax.Array
-TILE = 16  # entries of bfloat16 that TPUs store side by side
+TILE = 16  # bfloat16 entries in a TPU tile
 IN_TURN = 2
-"""Up to this many tokens of one call are written to the caches of stacked layers one after the other. XLA for
-TPUs uses one layout for caches that single tokens are written to and read from, and another for several
-tokens. A drafter that catches up reads two tokens and then one at a time, which changed the layout of its
-caches twice in every round."""
+"""Up to this many tokens of a call are written one by one to the caches of stacked layers. XLA for TPUs uses
+different cache layouts for writes of single tokens and of several tokens. A drafter that catches up reads two
+tokens and then one at a time, which would change the layout of its caches twice in every round."""
 
 
 Buffers = tuple[Array, ...] | Array
@@ -35,8 +34,8 @@ class T5Cache(NamedTuple):
     values: Buffers  # a layer: [B, H, L, K]
     cross_keys: Buffers  # a layer: [B, H, S, K], written once by prefill
     cross_values: Buffers  # a layer: [B, H, S, K]
-    source_length: Array  # [B]: positions past it in the cross-attention's buffers are masked
-    position_bias: tuple[Array, ...]  # [L, H], the bias of a key that many steps back: one, or a layer's
+    source_length: Array  # [B]: later positions of the cross-attention's buffers are masked
+    position_bias: tuple[Array, ...]  # [L, H], the bias of a key by distance: one, or one per layer
     length: Array  # [B]
 
 
@@ -68,8 +67,8 @@ def blank(
     layers: Any, rows: int, heads: int, size: int, width: int, dtype: Any, count: int | None = None
 ) -> Buffers:
     """empty() for each of a network's layers, or for `count` of them. The buffer of stacked layers has a
-    multiple of TILE entries. With other numbers accelerators would store the axes in a different order from
-    the one that they compute in, and copy the whole buffer."""
+    multiple of TILE entries. Otherwise accelerators would store the axes in a different order from the one in
+    which they compute, and copy the whole buffer."""
     size = -(-size // TILE) * TILE if isinstance(layers, Stacked) else size
     return repeated(empty(rows, heads, size, width, dtype), layers, count)
 
@@ -80,7 +79,7 @@ def entries(buffers: Buffers) -> int:
 
 
 def lengthened(cache: Any, more: int) -> Any:
-    """The cache with room for `more` tokens. Cross-attention reads no tokens."""
+    """The cache with room for `more` tokens, except in cross-attention."""
 
     def padded(x: Array) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)])
@@ -95,8 +94,8 @@ def lengthened(cache: Any, more: int) -> Any:
 
 
 def insert_buffer(old: Array, new: Array, slots: AnyArray, like_fresh: bool) -> Array:
-    """core.nests.insert for one buffer: old [B, H, L, K], new [R, H, L', K], either without the axis of rows
-    where it holds one."""
+    """core.nests.insert for one buffer: old [B, H, L, K], new [R, H, L', K]. A buffer of a single row lacks
+    the first axis."""
     rows, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (old, new))
     placed = insert_rows(rows, fresh, slots, like_fresh)
     return placed.reshape(old.shape[:-3] + placed.shape[-3:])
@@ -131,7 +130,7 @@ def each_buffer(function: Callable[..., Array], *buffers: Buffers) -> Buffers:
 
 
 def positions_of(cache: Any) -> dict[str, Buffers]:
-    """The buffers of a DecoderCache or a LocalCache that have an entry for each position."""
+    """The buffers of a DecoderCache or LocalCache with an entry for each position."""
     return {name: held for name, held in cache._asdict().items() if name.endswith(("keys", "values"))}
 
 
@@ -144,8 +143,8 @@ def cut(buffer: Array, row: AnyArray, start: AnyArray, size: int) -> Array:
 
 
 def put(buffer: Array, new: Array, rows: AnyArray, start: AnyArray) -> Array:
-    """`buffer` [B, H, L, K], or a single row's [H, L, K], whose chosen `rows` [B] hold `new` [H, N, K] from
-    `start` on."""
+    """Returns `buffer` [B, H, L, K], or a single row's [H, L, K], with `new` [H, N, K] written at `start` in
+    the chosen `rows` [B]."""
     held = buffer.reshape(-1, *buffer.shape[-3:])
     at = (0, 0, start, 0)
     old = lax.dynamic_slice(held, at, (len(held), *new.shape))
@@ -154,7 +153,7 @@ def put(buffer: Array, new: Array, rows: AnyArray, start: AnyArray) -> Array:
 
 
 def segment(cache: Any, row: AnyArray, start: AnyArray, size: int) -> dict[str, Buffers]:
-    """The content of a DecoderCache or LocalCache for positions start .. start+size-1 of a row."""
+    """The contents of a DecoderCache or LocalCache at positions start .. start+size-1 of a row."""
     return {
         name: each_buffer(lambda buffer: cut(buffer, row, start, size), buffers)
         for name, buffers in positions_of(cache).items()
@@ -162,7 +161,8 @@ def segment(cache: Any, row: AnyArray, start: AnyArray, size: int) -> dict[str, 
 
 
 def with_segment(cache: Any, held: Any, rows: AnyArray, start: AnyArray) -> Any:
-    """The cache whose chosen `rows` [B] hold a segment() from `start` on, and end with it."""
+    """Returns the cache with a segment() written at `start` in the chosen `rows` [B], which then end
+    there."""
     buffers = {
         name: each_buffer(lambda buffer, new: put(buffer, new, rows, start), buffers, held[name])
         for name, buffers in positions_of(cache).items()
@@ -172,12 +172,11 @@ def with_segment(cache: Any, held: Any, rows: AnyArray, start: AnyArray) -> Any:
 
 
 def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
-    """`buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
-    `new` [B, ..., T, ...]; a single row's buffer may lack the first axis.
+    """Returns `buffer` [B, ..., L, ...] with row b's entries start[b] .. start[b]+T-1 along `axis` set to
+    `new` [B, ..., T, ...]. A single row's buffer may lack the first axis.
 
-    dynamic_update_slice would clamp a write that reaches past the end: callers keep a block of slack there,
-    so that no write does. (For several rows it becomes a scatter that works in place; a scatter over
-    transposed axes would copy the buffer.)
+    dynamic_update_slice would clamp a write past the end, so callers keep a block of slack there. (For
+    several rows it becomes an in-place scatter; a scatter over transposed axes would copy the buffer.)
     """
     new = new.astype(buffer.dtype)
     if buffer.ndim < new.ndim:
@@ -186,7 +185,7 @@ def write(buffer: Array, new: Array, start: Array, axis: int = 1) -> Array:
 
 
 def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buffers:
-    """All layers' buffers with write() to the `number`-th one's [B, H, L, K] of `new` [B, H, T, K]."""
+    """All layers' buffers, after write() of `new` [B, H, T, K] to that of layer `number` [B, H, L, K]."""
     if isinstance(buffers, tuple):
         return (*buffers[:number], write(buffers[number], new, start, axis=2), *buffers[number + 1 :])
     new = new.astype(buffers.dtype)
@@ -213,9 +212,9 @@ def write_layer(buffers: Buffers, number: Any, new: Array, start: Array) -> Buff
 
 
 def with_more(cache: Any, new: tuple[Buffers, Buffers], count: int) -> Any:
-    """A T5Cache or a DecoderCache with `count` more tokens' keys and values, each layer's [B, H, T, K]. All
-    layers are written at once: a loop over them that only writes has another layout on TPUs than one that
-    also reads, and the caches would change theirs in every round."""
+    """A T5Cache or DecoderCache with the keys and values of `count` more tokens, [B, H, T, K] per layer. All
+    layers are written at once, because on TPUs a loop that only writes uses a different layout from one that
+    also reads, and the caches would change layout in every round."""
     keys, values = (
         write_layers(*pair, cache.length) for pair in zip((cache.keys, cache.values), new, strict=True)
     )
@@ -223,7 +222,7 @@ def with_more(cache: Any, new: tuple[Buffers, Buffers], count: int) -> Any:
 
 
 def write_layers(buffers: Buffers, new: Buffers, start: Array) -> Buffers:
-    """All layers' buffers with write() of `new`, each layer's [B, H, T, K]."""
+    """All layers' buffers, after write() of `new`, [B, H, T, K] per layer."""
     if isinstance(buffers, tuple) or isinstance(new, tuple):
         return tuple(write(old, x, start, axis=2) for old, x in zip(buffers, new, strict=True))
     if buffers.ndim < new.ndim:  # of a single row
@@ -232,9 +231,8 @@ def write_layers(buffers: Buffers, new: Buffers, start: Array) -> Buffers:
 
 
 def remembering(buffers: list[Buffers], number: Any, start: Array) -> Callable[..., tuple[Array, ...]]:
-    """A function for the `number`-th layer: it writes new keys and values [B, H, T, K] into the layer's entry
-    of `buffers`, from `start` [B] on, and returns what the buffers then hold. The list is changed in
-    place."""
+    """A function for layer `number` that writes new keys and values [B, H, T, K] into the layer's entry of
+    `buffers` at `start` [B] and returns the layer's buffers. It changes the list in place."""
 
     def remember(*new: Array) -> tuple[Array, ...]:
         buffers[:] = (

@@ -1,7 +1,7 @@
-"""One decoder for the decoder-only families: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, in Flax NNX.
+"""One decoder in Flax NNX for the decoder-only families Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 
-`DecoderConfig` holds what distinguishes them; models.presets has each family's usual config. `Decoder` is the
-network; `DecoderModel` is the LanguageModel the decoding core sees.
+`DecoderConfig` describes their differences, and models.presets has each family's usual config. `Decoder` is
+the network, and `DecoderModel` implements LanguageModel.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ from speccascade_jax.models.rope import Turn, rotated, turns
 from speccascade_jax.models.stacking import blank_states, each_layer, layers_of, with_state
 
 Array = jax.Array
-SCORES = 2**25  # of attention, that are computed at once: 128 MB
-MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
+SCORES = 2**25  # attention scores computed at once: 128 MB
+MASKED = -1e9  # finite, so that a fully masked row does not give NaN
 Remember = Callable[[Array, Array], tuple[Array, ...]]
-"""A layer's new keys and values [B, H_kv, T, K] -> all that it attends to [B, H_kv, L, K]."""
+"""A layer's new keys and values [B, H_kv, T, K] -> all keys and values to attend to [B, H_kv, L, K]."""
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
@@ -134,7 +134,7 @@ class DecoderConfig:
 
 
 def kind_of(config: DecoderConfig, kinds: tuple[Any, ...], number: Any) -> Any:
-    """The `number`-th layer's choice of two values: that of global layers, or that of local ones."""
+    """The value of layer `number`: the first of `kinds` for global layers, the second for local ones."""
     if isinstance(number, int):
         return kinds[config.is_local(number)]
     local = [config.is_local(n) for n in range(config.num_layers)]
@@ -149,8 +149,8 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 
 def even(count: int, limit: int) -> int:
-    """The size of the parts, at most `limit`, into which `count` things are divided. All parts are equal,
-    because a remainder would be compiled separately, unless that takes twice as many parts."""
+    """The size of the parts, at most `limit`, into which `count` items are divided. Parts are equal, because
+    a remainder would be compiled separately, unless that would double their number."""
     if count <= limit:
         return limit
     return next((size for size in range(limit, limit // 2, -1) if count % size == 0), limit)
@@ -174,7 +174,7 @@ class Norm(nnx.Module):
 
 
 class Affine(Linear):
-    """x [..., in] -> float32 [..., out], with a bias where it has one."""
+    """x [..., in] -> float32 [..., out], with an optional bias."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, *, dtype: Any, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, std=inputs**-0.5, dtype=dtype, rngs=rngs)
@@ -190,18 +190,18 @@ class Memory(NamedTuple):
 
     keys: Array  # [B, H_kv, L, K], or as in a single row's cache
     values: Array
-    mask: Array  # [B, T, L], or [B, 1, L] where it is the same for all queries
+    mask: Array  # [B, T, L], or [B, 1, L] if it is the same for all queries
 
 
 def mixed(
     config: DecoderConfig, query: Array, keys: Array, values: Array, mask: Array, *more: Memory
 ) -> Array:
     """Grouped-query attention: query [B, H, T, K], keys and values [B, H_kv, L, K] (or as in a single row's
-    cache) where `mask` [B, T, L] -> [B, T, H K]. One softmax goes over these and all that is in `more`.
-    Tokens are processed in parts with at most SCORES scores each."""
+    cache), visible where `mask` [B, T, L] -> [B, T, H K]. One softmax covers these and the memories in
+    `more`. Tokens are processed in parts with at most SCORES scores each."""
     c, (rows, heads, count, _) = config, query.shape
     memories = Memory(keys, values, mask), *more
-    if sharers() and c.num_kv_heads % sharers():  # else XLA would gather the cache of all layers in each call
+    if sharers() and c.num_kv_heads % sharers():  # otherwise XLA gathers the cache of all layers in each call
         arrays = query, *(x for memory in memories for x in memory[:2])
         query, *kept = by_rows(arrays) if keys.ndim == query.ndim else map(whole, arrays)
         memories = tuple(
@@ -259,8 +259,8 @@ class Attention(nnx.Module):
         stacked: bool,
         rngs: nnx.Rngs,
     ):
-        """`width` is the input's, d_model by default; `reads` that of the input of keys and values, by
-        default the same."""
+        """`width`: the width of the input, by default d_model. `reads`: that of the input of keys and values,
+        by default the same."""
         c = config
         inner, narrow, width = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv, width or c.d_model
         reads = reads or width
@@ -286,8 +286,8 @@ class Attention(nnx.Module):
         return new
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *more: Memory) -> Array:
-        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L], and to
-        `more`."""
+        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L] is true, and
+        to `more`."""
         keys, values = remember(*self.keys_and_values(x, turn))
         query = rotated(self.heads(self.query(x), self.query_norm), turn)
         return whole(self.out(mixed(self.config, query, keys, values, mask, *more)))
@@ -316,15 +316,15 @@ class Layer(nnx.Module):
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def attend(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
-        """A hook for other layers, instead of attention."""
+        """A hook for subclasses that replace attention."""
         return self.attention(x, remember, turn, mask)
 
     def between(self, x: Array, *beside: Any) -> Array:
-        """A hook for other layers, between attention and MLP."""
+        """A hook for subclasses between attention and MLP."""
         return x
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, *beside: Any) -> Array:
-        """As Attention's; `beside` is for attend() and between()."""
+        """Like Attention.__call__(); `beside` is passed to attend() and between()."""
         attended = self.attend(self.attention_norm(x), remember, turn, mask, *beside)
         x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
         x = self.between(x, *beside)
@@ -333,8 +333,8 @@ class Layer(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """The parts of every decoder-only network around its layers: an embedding, a final norm, and a head
-    unless the embedding is the head. `dtype` is that of matrix products; sums and logits are float32."""
+    """The parts of a decoder-only network around its layers: an embedding, a final norm, and a head unless
+    the embedding is the head. `dtype` is that of matrix products; sums and logits are float32."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class Ends(nnx.Module):
         )
 
     def add_layers(self, *, dtype: Any, stacked: bool, rngs: nnx.Rngs) -> None:
-        """Gives the network its layers."""
+        """Adds the network's layers."""
         raise NotImplementedError
 
     def new_norm(self) -> Norm:
@@ -370,7 +370,7 @@ class Ends(nnx.Module):
         return self.norm
 
     def head_kernel(self) -> Array:
-        """[D, V]: the kernel of a linear head that gives the logits, apart from their cap."""
+        """[D, V]: the kernel of a linear head that gives the logits before their cap."""
         return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def embed(self, tokens: AnyArray) -> Array:
@@ -387,8 +387,8 @@ class Ends(nnx.Module):
         head: Linear | None = None,
         table: Any = None,
     ) -> Array:
-        """[B, T, D] -> [B, T, V], from the head or the embedding, capped; a norm and a head may replace the
-        network's, or a kernel [D, I] the embedding."""
+        """[B, T, D] -> capped logits [B, T, V], from the head or the embedding. `norm` and `head` replace the
+        network's, and a kernel `table` [D, I] replaces the embedding."""
         x = self.norm(x) if norm is None else norm(x)
         head = self.head if head is None and table is None else head
         if head is not None:
@@ -427,8 +427,8 @@ class Decoder(Ends):
         after: AfterLayer = last_written,
         branches: Branches | None = None,
     ) -> tuple[Array, Any]:
-        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length, in sequence or as branches. The layers above write nothing."""
+        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], read at
+        cache.length, in sequence or as branches. Layers above it do not run."""
         x, _, cache = self.advance_with_states(tokens, cache, (), depth, after, branches)
         return x, cache
 
@@ -441,9 +441,9 @@ class Decoder(Ends):
         after: AfterLayer = last_written,
         branches: Branches | None = None,
     ) -> tuple[Array, Any, Any]:
-        """advance(), with the states [N, B, T, D] of the tokens before N different layers, in the order in
-        which `before` names them: 0 is the embedding, and as many as there are layers the output of the last,
-        which has had no norm yet. None if `before` is empty."""
+        """advance(), with the tokens' states [N, B, T, D] before N layers, in the order of `before`. 0 is the
+        embedding; the number of layers means the last layer's output before the norm. None if `before` is
+        empty."""
         c, count = self.config, tokens.shape[1]
         positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
         back = steps_back(cache.length, count, entries(cache.keys), branches)  # [B, T, L]
@@ -475,7 +475,8 @@ class Decoder(Ends):
 def in_chunks(
     advance: Callable[[AnyArray, Any], tuple[Any, Any]], inputs: AnyArray, cache: Any, limit: int
 ) -> Any:
-    """The cache after advance(tokens, cache) of all of `inputs` [B, S], at most `limit` tokens at a time."""
+    """The cache after advance(tokens, cache) over all of `inputs` [B, S], at most `limit` tokens at a
+    time."""
 
     def read(cache: Any, part: AnyArray) -> tuple[Any, None]:
         return advance(part, cache)[1], None
@@ -512,7 +513,7 @@ def read_prompts(
 class DecoderOnlyModel(SingleModel):
     """A network with start(), advance() and logits() as a LanguageModel that continues its prompt."""
 
-    chunk: int = 512  # prompts are read so many tokens at a time: bounds the scores' memory
+    chunk: int = 512  # tokens of a prompt read at a time, which bounds the memory of attention scores
 
     def forced(
         self,
@@ -524,8 +525,8 @@ class DecoderOnlyModel(SingleModel):
         after: AfterLayer = last_written,
     ) -> Float[Array, "B T V"]:
         """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt `source`.
-        There is no dropout: `key` is not read. `after` is called between the layers. The network's last pass
-        is the one over the target."""
+        There is no dropout, so `key` is ignored. `after` is called between the layers. The network's last
+        pass is the one over the target."""
         _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1], after)
         last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
         return self.extend(params, shift_right(target, last), cache, after)[0]
@@ -564,8 +565,8 @@ class DecoderOnlyModel(SingleModel):
 
 @dataclasses.dataclass(frozen=True)
 class DecoderModel(DecoderOnlyModel):
-    """A DecoderConfig's model as the decoding core's LanguageModel. Fresh parameters give every layer's input
-    and output, and the logits, unit variance."""
+    """The LanguageModel of a DecoderConfig. With initial parameters, every layer's input and output and the
+    logits have unit variance."""
 
     config: DecoderConfig
 

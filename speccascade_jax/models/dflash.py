@@ -1,9 +1,9 @@
 """DFlash's block drafters for decoder-only models (Chen et al. 2026, arXiv 2602.06036).
 
-A drafter is a few layers like a Qwen 3's. They read the last committed token and a mask for each place of the
-draft, which see each other in both directions, and as keys and values the verifier's states of several layers
-at the committed positions. Each mask predicts the token in its own place. Embeddings and head are the
-verifier's.
+A drafter consists of a few layers like those of Qwen 3. They read the last committed token and a mask for
+each place of the draft, which attend to each other in both directions and to keys and values made from
+several verifier layers' states at the committed positions. Each mask predicts the token in its own place.
+Embeddings and head are the verifier's.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ from speccascade_jax.models.stacking import each_layer, layers_of, of_each_layer
 
 @dataclasses.dataclass(frozen=True)
 class DFlashConfig(DecoderConfig):
-    """A drafter's shape, with the verifier's vocabulary and width. The defaults are those of Qwen 3 8B's."""
+    """A drafter's shape, with the verifier's vocabulary and width. The defaults are those of Qwen 3 8B's
+    drafter."""
 
     family: str = "dflash"
     vocab_size: int = QWEN3_8B.vocab_size
@@ -43,8 +44,8 @@ class DFlashConfig(DecoderConfig):
     eos_id: int = QWEN3_8B.eos_id
     bos_id: int = QWEN3_8B.bos_id
     mask_id: int = 151_669
-    states: tuple[int, ...] = (2, 10, 18, 26, 34)  # after how many of the verifier's layers they are read
-    block_size: int = 16  # tokens of a pass: the last committed one, and a draft of one less
+    states: tuple[int, ...] = (2, 10, 18, 26, 34)  # numbers of verifier layers after which states are read
+    block_size: int = 16  # tokens of a pass: the last committed one and the draft
 
 
 DFLASH = DFlashConfig()
@@ -52,7 +53,7 @@ PRESETS = {"qwen3_8b_dflash": DFLASH}
 
 
 class DFlash(nnx.Module):
-    """The network of a drafter. `dtype` is the matrix products'; sums and logits are float32."""
+    """The network of a drafter. `dtype` is that of matrix products; sums and logits are float32."""
 
     def __init__(self, config: DFlashConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c, inputs = config, len(config.states) * config.d_model
@@ -79,9 +80,9 @@ class DFlash(nnx.Module):
     def draft(
         self, tokens: Int[AnyArray, "B T"], verifier: Decoder, cache: DecoderCache
     ) -> tuple[Float[Array, "B T V"], DecoderCache]:
-        """The logits of what follows each of `tokens`, of which some are masks, and the cache, whose scratch
-        alone has changed. What follows a token is predicted in the place after it; the place after the last
-        is one that no other sees."""
+        """The logits of the token after each of `tokens`, some of which are masks, and the cache, of which
+        only scratch entries change. The token after each is predicted in the next place; no other place
+        attends to the one after the last."""
         tokens = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=UNSEEN)
         count = tokens.shape[1]
         turn, _ = turns(self.config, cache.length[:, None] + jnp.arange(count))
@@ -99,7 +100,7 @@ class DFlash(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class DFlashModel(FlaxModel):
-    """A drafter without its verifier: it has parameters, and refuses to decode."""
+    """A drafter without its verifier: it has parameters but cannot decode."""
 
     config: DFlashConfig
 
@@ -153,7 +154,7 @@ class DFlashPair(nnx.Module):
     def draft(
         self, tokens: AnyArray, cache: BlockDrafterCache
     ) -> tuple[Float[Array, "B T V"], BlockDrafterCache]:
-        """As block_drafter.BlockDrafter's."""
+        """Like block_drafter.BlockDrafter.draft()."""
         logits, drafter = self.drafter.draft(tokens, self.verifier, cache.drafter)
         return logits, cache._replace(drafter=drafter)
 
@@ -163,7 +164,7 @@ class DFlashPairModel(BlockPairModel):
     """A decoder-only model and its DFlash drafter."""
 
     config: DFlashPairConfig
-    chunk: int = 512  # as the verifier's
+    chunk: int = 512  # the verifier's
 
     @property
     def draft_size(self) -> int:
@@ -189,13 +190,13 @@ class DFlashPairModel(BlockPairModel):
         input_length: Int[AnyArray, " B"],
         max_length: int,
     ) -> tuple[Prefix, BlockDrafterCache]:
-        """The verifier's, which leaves the drafter what it reads."""
+        """The verifier's prefill, which also fills the drafter's cache."""
         return read_prompts(self, params, inputs, input_length, max_length)
 
     def segment(
         self, cache: BlockDrafterCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int
     ) -> Any:
-        """The verifier's, and what its states are to the drafter."""
+        """The verifier's segment and the drafter's."""
         return {name: self.full.segment(part, row, start, size) for name, part in cache._asdict().items()}
 
     def with_segment(

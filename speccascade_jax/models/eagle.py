@@ -1,9 +1,9 @@
 """EAGLE-3 heads: drafters of one layer that read their verifier's states (Li et al. 2025, arXiv 2503.01840).
 
-A head predicts what follows a token from the token's embedding and a feature of the text before it. For
-committed tokens the feature is a projection of three of the verifier's states of the token before; while the
-head drafts, it is the head's last output. The head has keys and values of its own, and its logits may be
-those of frequent tokens only: all others get no mass.
+A head predicts the next token from a token's embedding and a feature of the text before it. For committed
+tokens, the feature is a projection of three of the verifier's states of the token before; while the head
+drafts, it is the head's last output. The head has its own keys and values. Its logits may cover only frequent
+tokens; all others get no mass.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from speccascade_jax.models.quantization import table_rows
 from speccascade_jax.models.rope import Turn, turns
 
 Array = jax.Array
-USUAL_STATES = 3  # of the verifier, which a feature is a projection of
+USUAL_STATES = 3  # number of verifier states that a feature is a projection of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,10 @@ class EagleConfig(DecoderConfig):
     num_kv_heads: int = 8
     num_layers: int = 1
     max_positions: int = 2048
-    draft_vocab_size: int = 32_000  # of the tokens that it can draft
-    state_width: int = 4096  # of the verifier's states
-    layers: tuple[int, ...] = ()  # the verifier's, before which they are read; (): usual_layers()
-    own_embedding: bool = False  # else the embedding is the verifier's
+    draft_vocab_size: int = 32_000  # number of tokens that it can draft
+    state_width: int = 4096  # width of the verifier's states
+    layers: tuple[int, ...] = ()  # verifier layers whose input states are read; (): usual_layers()
+    own_embedding: bool = False  # otherwise it uses the verifier's embedding
     norm_before_residual: bool = False  # the residual stream begins with the normalised feature
 
     @property
@@ -84,8 +84,7 @@ PRESETS = {
 
 
 def usual_layers(depth: int) -> tuple[int, ...]:
-    """The layers of a verifier with `depth` layers before which heads read its states unless they say
-    otherwise."""
+    """The layers whose input states heads read by default from a verifier with `depth` layers."""
     return 2, depth // 2, depth - 3
 
 
@@ -93,7 +92,7 @@ LLAMA3_8B_HEAD = dataclasses.replace(PRESETS["llama3_8b_eagle3"], layers=usual_l
 
 
 class EagleLayer(nnx.Module):
-    """A decoder's layer whose attention reads a token's embedding next to its feature."""
+    """A decoder layer whose attention reads a token's embedding concatenated with its feature."""
 
     def __init__(self, config: EagleConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c = config
@@ -107,15 +106,15 @@ class EagleLayer(nnx.Module):
         return jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(feature)], axis=-1)
 
     def __call__(self, embedded: Array, feature: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
-        """[B, T, D] from embeddings and features [B, T, D]; the rest is as Attention's."""
+        """[B, T, D] from embeddings and features [B, T, D]; other arguments are as in Attention."""
         x = self.feature_norm(feature) if self.norm_before_residual else feature
         x = x + self.attention(self.read(embedded, feature), remember, turn, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Eagle(nnx.Module):
-    """The network of a head. `dtype` is the matrix products'; sums and logits are float32. `stacked`: whether
-    the verifier's layers are; the head's is a single one."""
+    """The network of a head. `dtype` is that of matrix products; sums and logits are float32. `stacked`:
+    whether the verifier's layers are stacked; the head has only one."""
 
     def __init__(self, config: EagleConfig, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c = config
@@ -132,7 +131,7 @@ class Eagle(nnx.Module):
         self.layer = EagleLayer(c, dtype=dtype, stacked=stacked, rngs=rngs)
         self.norm = Norm(c)
         self.head = linear(c.d_model, c.draft_vocab_size)
-        self.offsets = (  # of the tokens that it can draft from their numbers in its logits
+        self.offsets = (  # token id - index in the head's logits
             None
             if c.draft_vocab_size == c.vocab_size
             else nnx.Variable(jnp.zeros((c.draft_vocab_size,), jnp.int32))
@@ -143,7 +142,7 @@ class Eagle(nnx.Module):
         return self.projection(jnp.concatenate(list(states), axis=-1))
 
     def turn(self, place: Int[Array, "B T"]) -> Turn:
-        """The rotation of tokens at `place` [B, T]: a head counts from the second token of a text."""
+        """The rotation of tokens at `place` [B, T]. A head counts from the second token of a text."""
         return turns(self.config, place - 1)[0]
 
     def scores(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -162,7 +161,7 @@ class Eagle(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class EagleModel(FlaxModel):
-    """A head without its verifier: it has parameters, and refuses to decode."""
+    """A head without its verifier: it has parameters but cannot decode."""
 
     config: EagleConfig
 
@@ -192,7 +191,7 @@ class EaglePairConfig(NetworkShape):
         return self.verifier
 
 
-OF_THE_HEAD = "keys", "values", "features"  # of its cache
+OF_THE_HEAD = "keys", "values", "features"  # the head's parts of the cache
 
 
 class EagleCache(NamedTuple):
@@ -202,7 +201,7 @@ class EagleCache(NamedTuple):
     keys: Array  # [B, H_kv, L, K], a single row's [H_kv, L, K]: the head's, rotated to their positions
     values: Array
     features: Array  # [B, 1, L, D], a single row's [1, L, D]; past the verifier's length the head's outputs
-    drafted: Int[Array, " B"]  # how many positions the head covers
+    drafted: Int[Array, " B"]  # number of positions that the head covers
 
     @property
     def length(self) -> Int[Array, " B"]:
@@ -210,7 +209,7 @@ class EagleCache(NamedTuple):
 
 
 def features_before(features: Array, place: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The features of the tokens before `place`, zero before the first, of EagleCache.features."""
+    """The features of the tokens before `place`, from EagleCache.features; zero before the first."""
     rows = features.reshape(-1, *features.shape[-2:])
     feature = jnp.take_along_axis(rows, jnp.maximum(place - 1, 0)[..., None], axis=1)
     return jnp.where(place[..., None] > 0, feature, 0).astype(jnp.float32)
@@ -239,8 +238,8 @@ class EaglePair(nnx.Module):
     def advance(
         self, tokens: AnyArray, cache: EagleCache, after: AfterLayer = last_written
     ) -> tuple[Array, EagleCache]:
-        """The verifier's advance(). Its states give the features of the tokens, which replace the head's
-        outputs; the head's keys and values of the tokens are those of the features before."""
+        """The verifier's advance(). Features from its states replace the head's outputs, and the head's keys
+        and values are computed from the features of the preceding tokens."""
         start, drafter = cache.verifier.length, self.drafter
         x, states, verifier = self.verifier.advance_with_states(
             tokens, cache.verifier, drafter.config.layers, after=after
@@ -258,8 +257,8 @@ class EaglePair(nnx.Module):
         )
 
     def draft(self, tokens: AnyArray, cache: EagleCache) -> tuple[Float[Array, "B T V"], EagleCache]:
-        """The head's logits after each of `tokens`, one at a time: each needs the output before it. The first
-        token of a text has no feature: no other token attends to it."""
+        """The head's logits after each of `tokens`, one at a time, because each needs the output before it.
+        The first token of a text has no feature, so no other token attends to it."""
         drafter, size = self.drafter, entries(cache.keys)
 
         def read(cache: EagleCache, token: Array) -> tuple[EagleCache, Array]:
@@ -287,9 +286,9 @@ class EaglePair(nnx.Module):
     def draft_forced(
         self, tokens: Int[AnyArray, "B T"], begin: Int[Array, " B"], cache: EagleCache, ahead: int
     ) -> tuple[Float[Array, "B T V"], ...]:
-        """The head's logits after each of `tokens`, which stand from `begin` on and which the verifier has
-        read: the n-th of `ahead` entries those of a draft that began n tokens before, or with the first of
-        them (training-time test)."""
+        """The head's logits after each of `tokens`, which begin at `begin` and which the verifier has read.
+        The n-th of `ahead` entries is for drafts that began n tokens before, or at the first of the tokens
+        (training-time test)."""
         drafter, place = self.drafter, begin[:, None] + jnp.arange(tokens.shape[1])
         embedded, turn, column = self.embed(tokens), drafter.turn(place), jnp.arange(tokens.shape[1])
         held = [[x.reshape(-1, *x.shape[-3:])] for x in (cache.keys, cache.values)]
@@ -305,7 +304,7 @@ class EaglePair(nnx.Module):
                 return tuple(jnp.concatenate(buffers, axis=2) for buffers in held)
 
             masks = [(back >= step) & seen]
-            for drafted in range(1, step + 1):  # of each token before, as it was drafted
+            for drafted in range(1, step + 1):  # of each earlier token, as drafted
                 diagonal = column[:, None] - step + drafted == column
                 masks.append(jnp.broadcast_to(diagonal, (*place.shape, len(column))))
             new = drafter.layer(embedded, feature, remember, turn, jnp.concatenate(masks, axis=-1))
@@ -320,7 +319,7 @@ class EaglePairModel(PairModel):
     """A network of two members, "drafter" (the head) and "verifier". Used alone it is the verifier."""
 
     config: EaglePairConfig
-    chunk: int = 512  # as the verifier's
+    chunk: int = 512  # the verifier's
     drafter_name: ClassVar[str] = "an EAGLE-3 head"
 
     @property
@@ -347,7 +346,7 @@ class EaglePairModel(PairModel):
     ) -> tuple[Float[Array, "B T V"], ...]:
         """forced() by the head, for drafts that began 0 .. `ahead` - 1 tokens before, and by the verifier,
         without the tokens that the head cannot draft. `after` is called between the verifier's layers. There
-        is no dropout: `key` is not read."""
+        is no dropout, so `key` is ignored."""
         network, rows = self.merged(params), source.shape[0]
         cache = network.start(rows, source.shape[1] + target.shape[1], self.cache_dtype)
         cache = in_chunks(partial(network.advance, after=after), source, cache, self.chunk)
@@ -368,7 +367,7 @@ class EaglePairModel(PairModel):
         input_length: Int[AnyArray, " B"],
         max_length: int,
     ) -> tuple[Prefix, EagleCache]:
-        """The verifier's, which leaves the head what it reads."""
+        """The verifier's prefill, which also fills the head's cache."""
         return read_prompts(self, params, inputs, input_length, max_length)
 
     def lengths(self, cache: EagleCache) -> Int[Array, "B 2"]:
@@ -390,7 +389,7 @@ class EaglePairModel(PairModel):
         )
 
     def segment(self, cache: EagleCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
-        """The verifier's, the head's keys and values, and the features."""
+        """The verifier's segment, the head's keys and values, and the features."""
         held = {name: cut(getattr(cache, name), row, start, size) for name in OF_THE_HEAD}
         return {"verifier": self.full.segment(cache.verifier, row, start, size), **held}
 

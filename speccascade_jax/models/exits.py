@@ -38,9 +38,9 @@ class ExitsConfig(NetworkShape):
     family: ClassVar[str] = "exits"
     full_part: ClassVar[str] = "full"  # where the full model's parameters are
     full: T5Config | DecoderConfig = dataclasses.field(default_factory=T5Config)
-    layers: tuple[int, ...] = (4,)  # how many decoder layers each exit has, the fewest first
+    layers: tuple[int, ...] = (4,)  # number of decoder layers of each exit, in ascending order
     head: str = "shared"
-    rank: int = 64  # of adapters
+    rank: int = 64  # rank of adapters
 
 
 def depth_of(config: Any) -> int:
@@ -51,8 +51,8 @@ def depth_of(config: Any) -> int:
 class ExitsCache(NamedTuple):
     """The cache of a network with exits."""
 
-    full: T5Cache | DecoderCache  # what all members write; its own length is the longest member's
-    lengths: Int[Array, "B M"]  # of each member's part, the smallest member first
+    full: T5Cache | DecoderCache  # written by all members; its length is that of the longest member
+    lengths: Int[Array, "B M"]  # covered by each member, the smallest first
 
     @property
     def length(self) -> Int[Array, " B"]:
@@ -61,7 +61,7 @@ class ExitsCache(NamedTuple):
 
 
 class ExitHead(nnx.Module):
-    """The parameters that only one exit has. An untrained adapter changes nothing."""
+    """The parameters of a single exit. An untrained adapter has no effect."""
 
     def __init__(self, full: T5 | Decoder, config: ExitsConfig, *, dtype: Any, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int, std: float) -> Linear:
@@ -156,7 +156,7 @@ class ExitsModel(FlaxModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
     ) -> Float[Array, "B T V"]:
-        """The full model's teacher forcing."""
+        """Teacher forcing by the full model."""
         return self.full.forced(params["full"], source, source_length, target, key)
 
     def forced_members(
@@ -192,7 +192,7 @@ class ExitsModel(FlaxModel):
         input_length: Int[AnyArray, " B"],
         max_length: int,
     ) -> tuple[Prefix, ExitsCache]:
-        """The full model's, once for all members."""
+        """The full model's prefill, shared by all members."""
         prefix, cache = self.full.prefill(params["full"], inputs, input_length, max_length)
         return prefix, ExitsCache(cache, jnp.repeat(cache.length[:, None], len(self.names), axis=1))
 
@@ -211,7 +211,7 @@ class ExitsModel(FlaxModel):
         )
 
     def segment(self, cache: ExitsCache, row: Int[AnyArray, ""], start: Int[AnyArray, ""], size: int) -> Any:
-        """The full model's, which all members read."""
+        """The full model's segment, which all members read."""
         return self.full.segment(cache.full, row, start, size)
 
     def with_segment(
@@ -223,13 +223,13 @@ class ExitsModel(FlaxModel):
     def extend(
         self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
     ) -> tuple[Float[Array, "B T V"], ExitsCache]:
-        """The full model's."""
+        """The full model's extend()."""
         return self.extend_member(len(self.config.layers), params, tokens, cache)
 
     def extend_member(
         self, number: int, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: ExitsCache
     ) -> tuple[Float[Array, "B T V"], ExitsCache]:
-        """extend() by one member, which also writes the part of all smaller members."""
+        """extend() by one member, which also writes the entries of all smaller members."""
         network, is_exit = self.merged(params), number < len(self.config.layers)
         full_cache = cache.full._replace(length=cache.lengths[:, number])
         x, full_cache = network.full.advance(

@@ -1,8 +1,8 @@
 """The text model of Gemma 4 in Flax NNX.
 
-Its layers differ in more than what DecoderConfig says: global layers have heads of another size than local
-ones, the last layers read the keys and values of earlier layers, and each layer may have an input of its own.
-`Gemma4` is the network; `Gemma4Model` is the LanguageModel the decoding core sees.
+Its layers differ in ways that DecoderConfig cannot express: global layers have heads of another size than
+local ones, the last layers read the keys and values of earlier layers, and each layer may have its own input.
+`Gemma4` is the network, and `Gemma4Model` implements LanguageModel.
 """
 
 import dataclasses
@@ -43,20 +43,20 @@ from speccascade_jax.models.stacking import each_layer, layers_of, nth
 
 Array = jax.Array
 Remember = Callable[..., tuple[Array, ...]]
-"""A layer's new keys and values [B, H_kv, T, K], none for a reader -> what it attends to [B, H_kv, L, K]."""
+"""A layer's new keys and values [B, H_kv, T, K] (none for a reader) -> those to attend to [B, H_kv, L, K]."""
 Held = tuple[tuple[Array, ...], ...]
-"""The keys and values [B, H_kv, L, K] of the last global writer, and of the last local one."""
+"""The keys and values [B, H_kv, L, K] of the last global writer and of the last local one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Config:
     """A Gemma 4's shape. The defaults are those of E2B.
 
-    Layers are local or global, and writers or readers: the last `num_readers` layers have no keys and values,
-    but read those of the last writer of their kind.
+    Layers are local or global, and writers or readers. The last `num_readers` layers have no keys and values;
+    they read those of the last writer of their kind.
     """
 
-    family: ClassVar[str] = "gemma4_text"  # as config.json calls it, model_type
+    family: ClassVar[str] = "gemma4_text"  # model_type in config.json
     scaled_embedding: ClassVar[bool] = True
     unit_offset: ClassVar[bool] = False
     vocab_size: int = 262_144
@@ -69,18 +69,18 @@ class Gemma4Config:
     num_kv_heads_global: int = 1
     num_layers: int = 35
     num_readers: int | None = 20
-    wide_readers: bool = True  # their MLPs are twice as wide
-    keys_are_values: bool = False  # in global layers: one projection, normalised in two ways
+    wide_readers: bool = True  # readers' MLPs are twice as wide
+    keys_are_values: bool = False  # global layers use one projection, normalised in two ways
     attention_bias: bool = False
-    per_layer_width: int | None = 256  # of the inputs that each layer has besides; None: they have none
-    activation: str = "gelu_pytorch_tanh"  # of ACTIVATIONS
+    per_layer_width: int | None = 256  # width of each layer's own input; None: no such inputs
+    activation: str = "gelu_pytorch_tanh"  # a key of ACTIVATIONS
     tied_embeddings: bool = True
     logit_softcap: float | None = 30.0
-    window: int = 512  # of local layers: a token sees itself and window - 1 before it
-    local: tuple[int, ...] = (1, 1, 1, 1, 0)  # which layers are local (1) or global (0), again and again
+    window: int = 512  # in local layers, a token attends to itself and window - 1 before it
+    local: tuple[int, ...] = (1, 1, 1, 1, 0)  # repeating pattern of local (1) and global (0) layers
     rope_theta: float = 1e6
     local_rope_theta: float = 1e4
-    rope_share: float = 0.25  # of a global layer's pairs, which are turned
+    rope_share: float = 0.25  # share of a global layer's pairs that are rotated
     max_positions: int = 131_072
     norm_epsilon: float = 1e-6
     pad_id: int = 0
@@ -96,7 +96,7 @@ class Gemma4Config:
         return bool(self.local) and bool(self.local[layer % len(self.local)])
 
     def kv_heads_at(self, path: tuple[Any, ...]) -> int:
-        """The heads of keys and values in the layer of a writer's parameter."""
+        """The number of key and value heads in the layer of a writer's parameter."""
         place = path[path.index("layers") + 1]
         return self.num_kv_heads if self.is_local(place) else self.num_kv_heads_global
 
@@ -151,16 +151,16 @@ PRESETS = {
 
 
 class Section(NamedTuple):
-    """The writers or the readers: groups of layers in which the same kinds of layers follow each other."""
+    """The writers or the readers, in groups with the same sequence of layer kinds."""
 
-    name: str  # of the network's field
-    first: int  # layer
-    size: int  # of a group
+    name: str  # field of the network
+    first: int  # first layer
+    size: int  # layers of a group
     groups: int
 
 
 def sections(config: Gemma4Config) -> tuple[Section, Section]:
-    """The network's two sections, in groups that are as small as can be."""
+    """The network's two sections, with groups that are as small as possible."""
     ends = 0, config.num_writers, config.num_layers
     sections = []
     for name, first, end in zip(("writers", "readers"), ends, ends[1:], strict=False):
@@ -171,7 +171,7 @@ def sections(config: Gemma4Config) -> tuple[Section, Section]:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention whose values are normalised, too, and whose scores are not scaled."""
+    """Grouped-query attention whose values are also normalised and whose scores are not scaled."""
 
     def __init__(
         self,
@@ -183,7 +183,8 @@ class Attention(nnx.Module):
         stacked: bool,
         rngs: nnx.Rngs,
     ):
-        """A layer that `writes` has keys; without values, these come from the keys' projection."""
+        """A layer that `writes` has keys. Without `has_values`, values are computed from the keys'
+        projection."""
         c = shape
         inner, narrow = c.num_heads * c.d_kv, c.num_kv_heads * c.d_kv
 
@@ -214,10 +215,10 @@ class Attention(nnx.Module):
         return new
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array) -> Array:
-        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L]."""
+        """x [B, T, D], rotated by `turn`, attends to the cached positions where `mask` [B, T, L] is true."""
         keys, values = remember(*self.written(x, turn))
         query = rotated(self.query_norm(self.heads(self.query(x))), turn)
-        seen = jnp.any(mask, axis=-1)[..., None]  # before the first committed token an assistant sees nothing
+        seen = jnp.any(mask, axis=-1)[..., None]  # an assistant sees nothing before the first committed token
         return whole(self.out(jnp.where(seen, mixed(self.shape, query, keys, values, mask), 0)))
 
 
@@ -251,7 +252,7 @@ class Layer(nnx.Module):
         self.scalar = nnx.Param(jnp.ones((1,)))
 
     def __call__(self, x: Array, remember: Remember, turn: Turn, mask: Array, extra: Array | None) -> Array:
-        """As Attention's; `extra` [B, T, W] is the layer's own input."""
+        """Like Attention.__call__(); `extra` [B, T, W] is the layer's own input."""
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), remember, turn, mask))
         x = x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
         if self.input is not None and extra is not None:
@@ -297,8 +298,8 @@ class Kind(NamedTuple):
 
 
 def kinds_of(config: Gemma4Config, positions: Array, back: Array) -> tuple[Kind, Kind]:
-    """The global layers' and the local ones', for tokens at `positions` [B, T] that are `back` [B, T, L]
-    steps after each key."""
+    """The Kind of global layers and that of local ones, for tokens at `positions` [B, T] that are `back` [B,
+    T, L] steps after each key."""
     c, steps = config, positions[..., None].astype(jnp.float32)
     slow = partial_powers(c.rope_theta, c.d_kv_global // 2, c.rope_share)
     fast = powers(c.local_rope_theta, c.d_kv // 2)
@@ -319,8 +320,8 @@ class Pass(NamedTuple):
     def layer(
         self, layer: Layer, number: Any, local: bool, remember: Remember, x: Array, *held: Any
     ) -> tuple[Any, ...]:
-        """The output of the `number`-th layer, and the buffers `held` after it. `remember` reads and writes
-        a list of those."""
+        """The output of layer `number`, and the buffers `held` after it. `remember` reads and writes a list
+        of them."""
 
         def call(x: Array, *held: Any) -> tuple[Any, ...]:
             buffers = list(held)
@@ -358,7 +359,7 @@ class Layered(Ends):
         self.per_layer = PerLayerInputs(c, width, dtype=dtype, rngs=rngs) if width else None
 
     def read(self, made: Pass, held: Held, number: Any, group: Group, x: Array) -> Array:
-        """The stream [B, T, D] after the `number`-th group of readers, which read `held`."""
+        """The stream [B, T, D] after group `number` of readers, which read `held`."""
         first = self.config.num_writers
         for place, layer in enumerate(group.layers):
             local = self.config.is_local(first + place)
@@ -391,7 +392,7 @@ class Gemma4(Layered):
         after: AfterLayer = last_written,
         branches: Branches | None = None,
     ) -> tuple[Array, LocalCache]:
-        """The last layer's output [B, T, D] for each of `tokens` [B, T], fed at cache.length, in sequence or
+        """The last layer's output [B, T, D] for each of `tokens` [B, T], read at cache.length, in sequence or
         as branches."""
         count, x = tokens.shape[1], self.embed(tokens)
         positions = cache.length[:, None] + (jnp.arange(count) if branches is None else branches.depth - 1)
@@ -404,12 +405,12 @@ class Gemma4(Layered):
         return each_layer(self.readers, partial(self.read, made, self.last(cache)), x), cache
 
     def write(self, made: Pass, start: Array, number: Any, group: Group, carry: Any) -> Any:
-        """`carry`, a stream [B, T, D] and the buffers of both kinds of layers, after the `number`-th group of
-        writers."""
+        """`carry`, which is the stream [B, T, D] and the buffers of both kinds of layers, after group
+        `number` of writers."""
         x, buffers = carry[0], list(carry[1])
         kinds = [self.config.is_local(place) for place in range(len(group.layers))]
         for place, (layer, local) in enumerate(zip(group.layers, kinds, strict=True)):
-            rank = number * kinds.count(local) + kinds[:place].count(local)  # among its kind
+            rank = number * kinds.count(local) + kinds[:place].count(local)  # index among layers of its kind
             x, *held = made.layer(
                 layer,
                 number * len(kinds) + place,
@@ -429,8 +430,8 @@ class Gemma4(Layered):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Model(DecoderOnlyModel):
-    """A Gemma 4 as the decoding core's LanguageModel. Fresh parameters give every layer's input and output,
-    and the logits, unit variance."""
+    """The LanguageModel of a Gemma 4. With initial parameters, every layer's input and output and the logits
+    have unit variance."""
 
     config: Gemma4Config
 

@@ -18,15 +18,15 @@ from speccascade_jax.models.cache import lengthened
 from speccascade_jax.models.quantization import PackedKernel, packed_matmul
 
 Array = jax.Array
-SHARED = "tensor"  # the axis of the mesh whose devices share each model's parameters: parallel.TENSOR_AXIS
+SHARED = "tensor"  # the mesh axis whose devices share each model's parameters: parallel.TENSOR_AXIS
 Dropout = Callable[[Array], Array]
 AfterLayer = Callable[[Any, Array, Array], Array]
-"""(number of a layer, its input [B, T, D], its output) -> what the next layer reads. The number is traced if
+"""(index of a layer, its input [B, T, D], its output) -> the next layer's input. The index is traced if
 layers are stacked."""
 
 
 def last_written(number: Any, before: Array, after: Array) -> Array:
-    """Every layer reads what the one below it has written."""
+    """Passes each layer's output to the next."""
     return after
 
 
@@ -34,8 +34,8 @@ def last_written(number: Any, before: Array, after: Array) -> Array:
 def _mixed_matmul(x: Array, w: Array) -> Array:
     """x @ w with bfloat16 operands and float32 accumulation, differentiable in float32.
 
-    Written out because autodiff would turn the backward products into mixed bfloat16 x float32
-    ones, which no backend runs on its matrix units.
+    It has its own derivative, because autodiff would make the backward products mixed bfloat16 x float32,
+    which no backend runs on its matrix units.
     """
     return jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
@@ -133,15 +133,15 @@ def settled(x: Array) -> Array:
 
 
 def by_rows(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Arrays [B, ...] whose rows are divided between the devices that share the parameters, or which are
-    whole on each of them where the devices do not divide the rows. See sharers()."""
+    """Splits the rows of arrays [B, ...] between the devices that share the parameters, or replicates them if
+    their number does not divide the rows. See sharers()."""
     devices = sharers()
     cut = P(SHARED) if devices and all(not x.shape[0] % devices for x in arrays) else P()
     return tuple(lax.with_sharding_constraint(x, cut) for x in arrays) if devices else arrays
 
 
 def whole(x: Array) -> Array:
-    """The array, replicated on all devices that share the parameters."""
+    """Replicates an array on all devices that share the parameters."""
     return lax.with_sharding_constraint(x, P()) if sharers() else x
 
 
@@ -163,7 +163,7 @@ def attend(query: Array, keys: Array, values: Array, bias: Array) -> Array:
 
 
 def attend_in_turn(query: Array, keys: Array, values: Array, bias: Array) -> Array:
-    """attend() for each of the T tokens by itself."""
+    """attend() for each of the T tokens separately."""
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[2], bias.shape[3]))
     return jnp.concatenate(
         [attend(query[:, :, n : n + 1], keys, values, bias[:, :, n : n + 1]) for n in range(query.shape[2])],
@@ -172,7 +172,8 @@ def attend_in_turn(query: Array, keys: Array, values: Array, bias: Array) -> Arr
 
 
 def with_kept(subscripts: str, x: Array, kept: Array) -> Array:
-    """The float32 einsum of x [B, H, T, ...] and a cache's [B, H, L, K], or [H, L, K] of a single row."""
+    """The float32 einsum of x [B, H, T, ...] and a cache's buffer [B, H, L, K], or [H, L, K] for a single
+    row."""
     product = jnp.einsum(
         subscripts,
         x.reshape(*kept.shape[:-2], *x.shape[2:]).astype(kept.dtype),
@@ -204,15 +205,15 @@ def relative_buckets(
 
 
 class Branches(NamedTuple):
-    """Texts that all continue what a cache covers, as a tree: node n is the n-th token that is read."""
+    """A tree of texts that continue the tokens in a cache; node n is the n-th token to read."""
 
-    depth: Int[AnyArray, " M"]  # 1 for the first token after what is covered
-    within: Int[AnyArray, "M M"]  # how many steps back the second node is, an ancestor or itself; else -1
+    depth: Int[AnyArray, " M"]  # 1 for the first token after the cache
+    within: Int[AnyArray, "M M"]  # steps back to the second node, an ancestor or itself; else -1
 
 
 def steps_back(length: Array, count: int, size: int, branches: Branches | None = None) -> Array:
-    """[B, count, size]: how many steps back a key of a cache of `size` entries is from each of `count` tokens
-    that are written at `length` [B], one after the other or as branches; negative for what is not seen."""
+    """[B, count, size]: the distance of each key in a cache of `size` entries from each of `count` tokens
+    written at `length` [B], in sequence or as branches; negative for keys that are not visible."""
     key = jnp.arange(size)
     if branches is None:
         return (length[:, None] + jnp.arange(count))[:, :, None] - key
@@ -224,7 +225,7 @@ def steps_back(length: Array, count: int, size: int, branches: Branches | None =
 
 
 def read_branches(network: Any, tokens: Int[AnyArray, " M"], cache: Any, branches: Branches) -> Array:
-    """A network's logits [B, M, V] after each node of a tree of texts; the cache stays as it is."""
+    """A network's logits [B, M, V] after each node of a tree of texts; the cache is not changed."""
     rows, count = cache.length.shape[0], len(tokens)
     x, _ = network.advance(
         jnp.broadcast_to(tokens, (rows, count)), lengthened(cache, count), branches=branches
@@ -233,15 +234,14 @@ def read_branches(network: Any, tokens: Int[AnyArray, " M"], cache: Any, branche
 
 
 def shift_right(tokens: AnyArray, first: AnyArray) -> Array:
-    """`first` [B], then all of `tokens` [B, T] but the last."""
+    """`first` [B], followed by all of `tokens` [B, T] except the last."""
     return jnp.concatenate([first[:, None], tokens[:, :-1]], axis=1)
 
 
 def make_dropout(key: Array | None, rate: float) -> Dropout:
     """A dropout function that draws a fresh mask at each call; identity without a key.
 
-    Masks are shared along the sequence axis, as in T5X, which is as good and takes a fraction of the random
-    bits.
+    Masks are shared along the sequence axis, as in T5X, which works as well and needs far fewer random bits.
     """
     if key is None or rate == 0.0:
         return lambda x: x

@@ -1,7 +1,6 @@
-"""Several language models that are one network: one set of parameters, one cache, one prefill.
+"""Networks of several language models with one set of parameters, one cache and one prefill.
 
-A network is the LanguageModel of its largest member. Where members work together, a `Member` represents each
-of them.
+A network is the LanguageModel of its largest member. In a cascade, each member is represented by a `Member`.
 """
 
 import dataclasses
@@ -18,11 +17,11 @@ from speccascade_jax.models.base import FlaxModel
 
 
 class NetworkShape:
-    """The fields that a network's config takes from the config of its full model, the field named
+    """The fields that a network's config takes from its full model's config, which is the field named
     `full_part`."""
 
     full_part: ClassVar[str]
-    learns_ahead: ClassVar[bool] = False  # its drafter is trained on its own outputs: forced_members(ahead=)
+    learns_ahead: ClassVar[bool] = False  # the drafter is trained on its own outputs: forced_members(ahead=)
 
     @property
     def vocab_size(self) -> int:
@@ -39,10 +38,11 @@ class NetworkShape:
 
 @runtime_checkable
 class Network(Protocol):
-    """A LanguageModel, too. Between two calls of roll_back() all members read the same text.
+    """A LanguageModel with several members. Between two calls of roll_back(), all members read the same text.
 
-    A network that is saved in folders also has missing(name), a message for a name that no member has: "has
-    ..., not ...". One whose smallest member drafts several tokens in one pass has `draft_size`, how many.
+    A network that can be saved also has missing(name), which returns a message for an unknown member: "has
+    ..., not ...". If its smallest member drafts several tokens in one pass, it has `draft_size`, their
+    number.
     """
 
     @property
@@ -53,19 +53,19 @@ class Network(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its members, the smallest first, the full model last."""
+        """The names of the members, the smallest first, the full model last."""
         ...
 
     def prefill(
         self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
     ) -> tuple[Prefix, Cache]:
-        """Once for all members."""
+        """The prefill, shared by all members."""
         ...
 
     def extend_member(
         self, number: int, params: Params, tokens: Int[AnyArray, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """extend() by one member, from where its part of the cache ends."""
+        """extend() by one member, from the end of its part of the cache."""
         ...
 
     def lengths(self, cache: Cache) -> Int[Array, "B M"]:
@@ -73,7 +73,7 @@ class Network(Protocol):
         ...
 
     def roll_back(self, cache: Cache, length: Int[AnyArray, " B"]) -> Cache:
-        """Every member's part covers `length` positions, or what it covers now if that is less."""
+        """Makes every member's part cover `length` positions, or fewer if it covers fewer now."""
         ...
 
     def insert(self, cache: Cache, fresh: Cache, slots: Int[AnyArray, " R"], like_fresh: bool) -> Cache: ...
@@ -92,7 +92,7 @@ class Member:
 
     @property
     def config(self) -> Any:
-        """The network's."""
+        """The network's config."""
         return self.member_of.config
 
     def extend(
@@ -110,7 +110,7 @@ class Member:
         """The number of positions that this member's part of the cache covers."""
         return self.member_of.lengths(cache)[:, self.number]
 
-    # What all members have in common is the network's.
+    # The rest is delegated to the network.
 
     def prefill(
         self, params: Params, inputs: Int[AnyArray, "B S"], input_length: Int[AnyArray, " B"], max_length: int
@@ -131,19 +131,17 @@ def members(network: Network) -> tuple[Member, ...]:
 
 class PairModel(FlaxModel):
     """A network of two members, "drafter" and "verifier", with parameters under these names. Used alone it is
-    the verifier.
-
-    Its Flax network has draft(tokens, cache), the drafter's extend(), and advance(tokens, cache), which gives
-    what verifier.logits() takes instead of the logits.
+    the verifier. Its Flax network has draft(tokens, cache), the drafter's extend(), and advance(tokens,
+    cache), which returns the input of verifier.logits() in place of logits.
     """
 
     names: ClassVar[tuple[str, ...]] = ("drafter", "verifier")
-    drafter_name: ClassVar[str] = "a drafter"  # in messages
+    drafter_name: ClassVar[str] = "a drafter"  # its name in messages
     by_prefix: ClassVar[bool] = False
-    """Whether the drafter's distribution depends on the text alone, and not on where drafts began."""
+    """Whether the drafter's distribution depends only on the text, not on where drafts began."""
     by_place: ClassVar[bool] = True
-    """Whether it depends on the text, where the last draft began, and nothing else: what the drafter keeps of
-    committed tokens is what the verifier has left there."""
+    """Whether it depends only on the text and on where the last draft began, because the drafter's entries
+    for committed tokens are those made by the verifier."""
 
     @property
     def full(self) -> Any:
@@ -158,7 +156,7 @@ class PairModel(FlaxModel):
         return f"holds {self.drafter_name} and its verifier, no {name!r}: write @drafter or @verifier"
 
     def around(self, full: nnx.State, seed: int) -> nnx.State:
-        """Parameters that contain the verifier's `full` (the same arrays), and a fresh drafter."""
+        """Parameters that contain the verifier's `full` (not copied) and a newly initialised drafter."""
 
         def begun() -> nnx.State:
             network = self.network(nnx.Rngs(seed))
@@ -175,13 +173,13 @@ class PairModel(FlaxModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
     ) -> Float[Array, "B T V"]:
-        """The verifier's teacher forcing."""
+        """Teacher forcing by the verifier."""
         return self.full.forced(params["verifier"], source, source_length, target, key)
 
     def extend(
         self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: Any
     ) -> tuple[Float[Array, "B T V"], Any]:
-        """The verifier's."""
+        """The verifier's extend()."""
         return self.extend_member(1, params, tokens, cache)
 
     def extend_member(
@@ -218,8 +216,8 @@ def beneath(name: str, state: nnx.State) -> dict[tuple[Any, ...], Any]:
 
 
 def check_order(models: Sequence[Any], params: Sequence[Any]) -> None:
-    """Raises ValueError if the members of a network are not next to each other, in their order, or where one
-    that drafts several tokens at once does not draft for its verifier."""
+    """Raises ValueError if the members of a network are not adjacent and in order, or if one that drafts
+    several tokens at once does not draft for its verifier."""
     networks = [getattr(model, "member_of", None) for model in models]
     for n, model in enumerate(models):
         if getattr(model, "drafts_at_once", None) is None:

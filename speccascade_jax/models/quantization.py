@@ -1,5 +1,5 @@
-"""Kernels in the form that decoding multiplies fastest: in int8, and on CPUs with the weights of each output
-next to each other."""
+"""Kernels in the form that is fastest for decoding: int8 or, on CPUs, with the weights of each output
+adjacent."""
 
 import dataclasses
 from functools import partial
@@ -15,7 +15,7 @@ from speccascade_jax.core.protocols import AnyArray
 Array = jax.Array
 TRANSPOSED_FROM = 1024
 """With this many inputs or more, CPUs multiply [out, in] faster than [in, out]: 1.6 times in bfloat16."""
-SMALLEST = 1e-30  # what the largest of several zeros counts as
+SMALLEST = 1e-30  # replaces a maximum of zero
 
 
 def wants_packing(dtype: Any) -> bool:
@@ -28,15 +28,15 @@ def wants_packing(dtype: Any) -> bool:
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["transposed"])
 @dataclasses.dataclass(frozen=True)
 class PackedKernel:
-    """A matrix [in, out] that is no longer trained."""
+    """A matrix [in, out] for inference only."""
 
-    values: Any  # [in, out], or [out, in] where `transposed`; bfloat16 or int8
-    scale: Any  # float32 [out], the factor of an int8 value; None for bfloat16
+    values: Any  # [in, out], or [out, in] if `transposed`; bfloat16 or int8
+    scale: Any  # float32 [out], the factor of int8 values; None for bfloat16
     transposed: bool
 
 
 def turned(inputs: int) -> bool:
-    """Whether a kernel of so many inputs is packed as [out, in]."""
+    """Whether a kernel with this many inputs is packed as [out, in]."""
     return inputs >= TRANSPOSED_FROM
 
 
@@ -57,12 +57,12 @@ def pack(kernel: np.ndarray, dtype: Any, transposed: bool | None = None) -> Pack
 def packed_matmul(x: Array, kernel: PackedKernel) -> Array:
     """x [..., in] @ kernel -> float32 [..., out].
 
-    CPUs multiply int8: each row of x is rounded to 1/127 of its own largest value (dynamic quantization, as
-    in CTranslate2); its sums are exact integers. Accelerators only store int8: x stays bfloat16, and XLA
-    widens the weights as they enter the product.
+    CPUs multiply int8: each row of x is rounded to multiples of 1/127 of its largest value (dynamic
+    quantization, as in CTranslate2), and sums are exact integers. Accelerators only store int8: x stays
+    bfloat16, and XLA widens the weights inside the product.
     """
     shape = *x.shape[:-1], -1
-    x = x.reshape(-1, x.shape[-1])  # with more axes XLA copies a transposed kernel inside a loop
+    x = x.reshape(-1, x.shape[-1])  # with more axes, XLA copies a transposed kernel inside a loop
     contract = (((1,), (int(kernel.transposed),)), ((), ()))
 
     def product(a: Any, b: Any, sums: Any) -> Array:
@@ -83,7 +83,7 @@ def packed_matmul(x: Array, kernel: PackedKernel) -> Array:
 
 
 def tied_kernel(table: Array | PackedKernel) -> Array | PackedKernel:
-    """The kernel [D, V] of the logits that an embedding [V, D] gives."""
+    """The logits' kernel [D, V] from an embedding [V, D]."""
     return table if isinstance(table, PackedKernel) else table.T
 
 
@@ -98,8 +98,8 @@ def columns_of(kernel: Array | PackedKernel, keep: np.ndarray) -> Array | Packed
 
 @jax.jit
 def taken(table: Array, index: AnyArray) -> Array:
-    """The rows `index` of [V, D]. Some CPUs read bfloat16 rows as float32. XLA would then widen a table that
-    no loop changes as a whole, before the loop; the barrier makes the widening part of a step."""
+    """The rows `index` of [V, D]. Some CPUs read bfloat16 rows as float32, and XLA would then widen the whole
+    table before a loop that does not change it. The barrier keeps the widening inside the loop."""
     table, index = lax.optimization_barrier((table, index))
     return jnp.take(table, index, axis=0)
 
@@ -108,7 +108,7 @@ def table_rows(table: Array | PackedKernel, index: AnyArray) -> Array:
     """The float32 rows `index` [...] of an embedding [V, D], which may be packed as the logits' kernel."""
     if not isinstance(table, PackedKernel):
         return taken(table, index).astype(jnp.float32)
-    flat = jnp.pad(index.reshape(-1), (0, 1))  # to take one row of int8, TPUs would copy the whole table
+    flat = jnp.pad(index.reshape(-1), (0, 1))  # TPUs would copy the whole table to take one int8 row
     rows = taken(table.values, flat).astype(jnp.float32)
     rows = rows if table.scale is None else rows * jnp.take(table.scale, flat)[:, None]
     return rows[:-1].reshape(*index.shape, -1)

@@ -1,12 +1,12 @@
-"""Rotary positions (Su et al. 2021) and the ways in which they are stretched beyond the trained length.
+"""Rotary positions (Su et al. 2021) and their extensions beyond the trained length.
 
-The ways:
+The values of `rope_type`:
 
     default   position times theta^(-2i/K)
     linear    all frequencies divided by `rope_factor` (Chen et al. 2023, arXiv 2306.15595)
-    llama3    slow ones divided by it, fast ones kept, those between blended (Llama 3.1)
+    llama3    low ones divided by it, high ones kept, those between blended (Llama 3.1)
     yarn      the same with a ramp over i; attention sharpened (Peng et al. 2023, arXiv 2309.00071)
-    dynamic   past the trained length theta grows with the position
+    dynamic   past the trained length, theta grows with the position
 """
 
 import math
@@ -21,14 +21,14 @@ TYPES = "default", "linear", "llama3", "yarn", "dynamic"
 
 
 class Turn(NamedTuple):
-    """The rotation of each pair of a head's numbers at each position."""
+    """The rotation of each pair of a head's components at each position."""
 
     sin: Array  # [B, 1, T, K/2]
     cos: Array
 
 
 def rotated(x: Array, turn: Turn) -> Array:
-    """x [B, H, T, K], whose pairs (x[i], x[i + K/2]) are turned."""
+    """x [B, H, T, K] with its pairs (x[i], x[i + K/2]) rotated."""
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * turn.cos - b * turn.sin, b * turn.cos + a * turn.sin], axis=-1)
 
@@ -38,8 +38,8 @@ def turns(config: Any, positions: Array) -> tuple[Turn, Turn]:
     half = config.d_kv // 2
     steps = positions[..., None].astype(jnp.float32)
     if config.rope_type == "dynamic":
-        # Each position by the theta of a text that ends there, as in decoding token by token: what is
-        # written never changes, however long the text gets.
+        # Each position uses the theta of a text that ends there, as in decoding token by token, so that
+        # cached entries never change as the text grows.
         length = jnp.maximum(steps + 1, config.max_positions) / config.max_positions
         grown = (config.rope_factor * length - (config.rope_factor - 1)) ** (half / (half - 1))
         angle = steps * (config.rope_theta * grown) ** -(np.arange(half, dtype=np.float32) / half)
@@ -61,13 +61,13 @@ def powers(theta: float, half: int) -> np.ndarray:
 
 
 def partial_powers(theta: float, half: int, share: float) -> np.ndarray:
-    """powers() of the first pairs, a `share` of all; the others are never turned."""
-    turned = int(share * 2 * half // 2)  # as transformers rounds it
+    """powers() of the first `share` of all pairs; the others are not rotated."""
+    turned = int(share * 2 * half // 2)  # rounded as in transformers
     return np.where(np.arange(half) < turned, powers(theta, half), np.float32(0))
 
 
 def frequencies(config: Any) -> np.ndarray:
-    """The angle between two positions, float32 [K/2]; of `dynamic`, within the trained length."""
+    """The angle between adjacent positions, float32 [K/2]; for `dynamic`, within the trained length."""
     half = config.d_kv // 2
     plain = powers(config.rope_theta, half)
     if config.rope_type in ("default", "dynamic"):
@@ -92,7 +92,7 @@ def frequencies(config: Any) -> np.ndarray:
 
 
 def attention_scale(factor: float, mscale: float | None = None, all_dim: float | None = None) -> float:
-    """YaRN's scale of sines and cosines, for a config.json that does not give it."""
+    """YaRN's scale of sines and cosines, if config.json does not give it."""
 
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,5 +1,5 @@
 """A drafter that reads its verifier's encoder: a small T5 decoder whose cross-attention sees a projection of
-what the verifier has encoded, so that a source is encoded once for both.
+the verifier's encoding, so that a source is encoded once for both.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from speccascade_jax.models.members import NetworkShape, PairModel
 from speccascade_jax.models.t5 import T5, T5Config, T5Model, padding_bias
 
 Array = jax.Array
-ROUND = 4  # the assumed tokens of a round in training, which has no rounds
+ROUND = 4  # assumed tokens per round in training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,13 @@ class SharedEncoderCache(NamedTuple):
 
     @property
     def length(self) -> Int[Array, " B"]:
-        """The greater of the two lengths."""
+        """The larger of the two lengths."""
         return jnp.maximum(self.drafter.length, self.verifier.length)
 
 
 class SharedEncoder(nnx.Module):
-    """The verifier's network, the drafter's, and the projection through which the drafter sees the verifier's
-    encoder."""
+    """The verifier's network, the drafter's, and the projection of the verifier's encoding for the
+    drafter."""
 
     def __init__(
         self, config: SharedEncoderConfig, *, dtype: Any, remat: bool, stacked: bool, rngs: nnx.Rngs
@@ -82,11 +82,11 @@ class SharedEncoder(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderModel(PairModel):
-    """A network of two members, "drafter" and "verifier". Used alone it is the verifier, with the fresh
-    parameters that the verifier has with the same seed."""
+    """A network of two members, "drafter" and "verifier". Used alone it is the verifier, with the same
+    initial parameters as the verifier for the same seed."""
 
     config: SharedEncoderConfig
-    by_place: ClassVar[bool] = False  # the drafter's cache holds what states were there when it was written
+    by_place: ClassVar[bool] = False  # the drafter's cache depends on the states at the time of writing
 
     @property
     def full(self) -> T5Model:
@@ -95,8 +95,8 @@ class SharedEncoderModel(PairModel):
 
     @property
     def by_prefix(self) -> bool:  # type: ignore[override]
-        """Whether the drafter's distribution depends on the text alone, and not on where the verifier's
-        rounds began."""
+        """Whether the drafter's distribution depends only on the text, not on where the verifier's rounds
+        began."""
         return not self.config.states
 
     def network(self, rngs: nnx.Rngs) -> SharedEncoder:
@@ -113,9 +113,9 @@ class SharedEncoderModel(PairModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of both members, from one pass of the encoder. `key` turns the drafter's dropout on: the
-        verifier's distributions are what it learns from; states are those of last_read(). `after` is called
-        between the verifier's layers."""
+        """forced() of both members, from one pass of the encoder. `key` enables dropout in the drafter only,
+        because it learns from the verifier's distributions. States are those of last_read(). `after` is
+        called between the verifier's layers."""
         network, tokens = self.merged(params), self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = network.verifier.encode(source, source_bias)
@@ -181,7 +181,7 @@ class SharedEncoderModel(PairModel):
         network, states = self.merged(params), cache.states
         if number == 0:
             more: Array | float = 0.0
-            if states is not None:  # the last that the verifier has read, and none past the one before
+            if states is not None:  # the last state that the verifier has written, at most the one before
                 position = cache.drafter.length[:, None] + jnp.arange(tokens.shape[1])
                 more = network.seen(
                     states.reshape(-1, *states.shape[-2:]),
@@ -196,8 +196,9 @@ class SharedEncoderModel(PairModel):
 
 
 def last_read(tokens: Int[AnyArray, "B T"], key: Array | None = None) -> Int[Array, "B T"]:
-    """The last position that the verifier has read when the drafter reads each of `tokens`, -1 for none:
-    rounds begin anywhere, ROUND tokens long in mean; without a key each has so many."""
+    """The last position that the verifier has read when the drafter reads each of `tokens`, -1 for none.
+    Rounds begin at random positions and have ROUND tokens on average; without a key, each has exactly
+    ROUND."""
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     begins = position % ROUND == 0
     if key is not None:

@@ -1,11 +1,11 @@
-"""Layers of one shape, either separate or stacked, with their parameters in one array that a compiled loop
-reads.
+"""Layers of one shape, either separate or stacked: their parameters are then in one array, over which a
+compiled loop runs.
 
-Accelerators compile one layer in a fraction of the time that all of them take. CPUs would copy each layer's
-weights out of the stack in every call, so there layers are separate.
+On accelerators, compiling one layer takes a fraction of the time of compiling all. CPUs would copy each
+layer's weights out of the stack in every call, so layers are separate there.
 
-A family takes part with a field `stacked` of its model, layers_of() where its network makes layers,
-each_layer() where it goes through them, and write_layer(), nth() and insert_layers() for what each remembers.
+A family supports stacking with a field `stacked` of its model, layers_of() where its network creates layers,
+each_layer() where it iterates over them, and write_layer(), nth() and insert_layers() for their caches.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Array = jax.Array
-STACK = "stack"  # what a path holds instead of a layer's number
+STACK = "stack"  # takes the place of a layer's index in a path
 
 
 class Stacked(nnx.Module):
-    """`layers` of one shape as one, whose parameters have a leading axis of layers."""
+    """`layers` of one shape as one module, whose parameters have a leading axis of layers."""
 
     def __init__(self, layers: Sequence[nnx.Module]):
         graphdef, first = nnx.split(layers[0])
@@ -33,7 +33,7 @@ class Stacked(nnx.Module):
         self.count = len(layers)
 
     def parts(self) -> tuple[Callable[[Any], Any], nnx.State]:
-        """(what makes a layer of its parameters, the parameters of all)."""
+        """(function from a layer's parameters to the layer, parameters of all layers)."""
         graphdef, state = nnx.split(self.stack)
         return lambda params: nnx.merge(graphdef, params), state
 
@@ -46,7 +46,7 @@ def layers_of(layers: Sequence[nnx.Module], stacked: bool) -> Any:
 def each_layer(
     layers: Any, call: Callable[[Any, Any, Any], Any], carry: Any, depth: int | None = None
 ) -> Any:
-    """carry = call(number, layer, carry) for the first `depth` layers in turn, by default for all; the number
+    """carry = call(index, layer, carry) for the first `depth` layers in order, by default for all. The index
     of a stacked layer is traced."""
     if not isinstance(layers, Stacked):
         for number, layer in enumerate(layers[:depth]):
@@ -61,7 +61,7 @@ def each_layer(
 
 
 def of_each_layer(layers: Any, call: Callable[[Any], Any]) -> Any:
-    """call(layer), arrays, of every layer: in tuples, or stacked as the layers are."""
+    """The arrays call(layer) of every layer, in a tuple or stacked like the layers."""
     if not isinstance(layers, Stacked):
         return tuple(zip(*map(call, layers), strict=True))
     layer_of, state = layers.parts()
@@ -69,14 +69,14 @@ def of_each_layer(layers: Any, call: Callable[[Any], Any]) -> Any:
 
 
 def repeated(array: Array, layers: Any, count: int | None = None) -> Any:
-    """The array once for each layer, or for `count` layers kept as `layers` are."""
+    """The array repeated for each layer, or `count` times, in a tuple or stacked like the layers."""
     if isinstance(layers, Stacked):
         return jnp.broadcast_to(array, (layers.count if count is None else count, *array.shape))
     return (array,) * (len(layers) if count is None else count)
 
 
 def nth(values: Any, number: Any) -> Any:
-    """The `number`-th layer's entry: values is a tuple, or arrays with an axis of layers."""
+    """The entry of layer `number`; values is a tuple, or arrays with an axis of layers."""
     if isinstance(values, tuple):
         return values[number]
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), values)
@@ -90,7 +90,7 @@ def shared_or_nth(values: Sequence[Array], number: Any) -> Array:
 
 
 def blank_states(before: tuple[int, ...], x: Array) -> Array | None:
-    """Room [N + 1, B, T, D] for the states before N layers, shaped like x [B, T, D]; the last entry is
+    """A buffer [N + 1, B, T, D] for the states before N layers, shaped like x [B, T, D]. The last entry is
     scratch."""
     return jnp.zeros((len(before) + 1, *x.shape), x.dtype) if before else None
 
@@ -112,15 +112,15 @@ def wants_stacking() -> bool:
 
 
 def stackable(model: Any) -> Any:
-    """The same model with its layers stacked, if its family can have them so."""
+    """The same model with stacked layers, if its family supports that."""
     return dataclasses.replace(model, stacked=True) if hasattr(model, "stacked") else model
 
 
 def stacked(model: Any, params: nnx.State) -> tuple[Any, nnx.State]:
     """stackable(model), and its parameters.
 
-    The arrays of one kind are stacked at a time, and the originals are released, so at most one kind is in
-    memory twice if the caller keeps nothing of `params`.
+    One kind of array is stacked at a time and its originals are released. So at most one kind is in memory
+    twice, if the caller keeps no reference to `params`.
     """
     if not hasattr(model, "stacked"):
         return model, params

@@ -1,6 +1,6 @@
 """T5 1.1 (also Flan-T5, lm-adapt, and T5 1.0 with tied embeddings) in Flax NNX.
 
-`T5` is the network; `T5Model` is the LanguageModel the decoding core sees.
+`T5` is the network, and `T5Model` implements LanguageModel.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from speccascade_jax.models.stacking import (
 )
 
 Array = jax.Array
-MASKED = -1e9  # finite: a fully masked row must give numbers, not NaN
+MASKED = -1e9  # finite, so that a fully masked row does not give NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ PRESETS = {
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with T5's initial scales (no 1/sqrt(K): the query's scale holds it)."""
+    """Multi-head attention with T5's initial scales (no 1/sqrt(K), which is part of the query's scale)."""
 
     def __init__(self, config: T5Config, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         c, inner = config, config.num_heads * config.d_kv
@@ -179,7 +179,7 @@ class DecoderLayer(nnx.Module):
         cross_bias: Array,
         dropout: Dropout,
     ) -> Array:
-        """`keys_values(k, v)` returns what to attend to, given this call's own keys and values."""
+        """`keys_values(k, v)` returns the keys and values to attend to, given those of this call."""
         h = self.attention_norm(x)
         keys, values = keys_values(*self.attention.keys_values(h))
         x = x + dropout(self.attention(h, keys, values, bias))
@@ -188,9 +188,8 @@ class DecoderLayer(nnx.Module):
 
 
 class T5(nnx.Module):
-    """The encoder-decoder network. `dtype` is the matrix products'; sums and logits are float32.
-
-    Without encoder layers it is a decoder that reads what another network has encoded.
+    """The encoder-decoder network. `dtype` is that of matrix products; sums and logits are float32. Without
+    encoder layers it is a decoder that reads another network's encoding.
     """
 
     def __init__(
@@ -288,8 +287,8 @@ class T5(nnx.Module):
         head: Linear | None = None,
         table: Any = None,
     ) -> Array:
-        """[B, T, D] of the residual stream -> [B, T, V]; a norm and a head may replace the network's, or a
-        kernel [D, I] the embedding."""
+        """The residual stream [B, T, D] -> [B, T, V]. `norm` and `head` replace the network's, and a kernel
+        `table` [D, I] replaces the embedding."""
         x = self.decoder_norm(x) if norm is None else norm(x)
         head = self.head if head is None else head
         if head is not None:
@@ -305,7 +304,7 @@ class T5(nnx.Module):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> Array:
-        """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]; `key` turns dropout on."""
+        """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]. `key` enables dropout."""
         dropout = make_dropout(key, self.config.dropout_rate)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = self.encode(source, source_bias, dropout)
@@ -321,8 +320,8 @@ class T5(nnx.Module):
         after: AfterLayer = last_written,
         more: Array | float = 0.0,
     ) -> Array:
-        """Teacher forcing: the last layer's output [B, T, D] after each of `target_in` [B, T], given what was
-        encoded [B, S, D]; `more` [B, T, D] is added to the embeddings."""
+        """Teacher forcing: the last layer's output [B, T, D] after each of `target_in` [B, T], given the
+        encoding [B, S, D]. `more` [B, T, D] is added to the embeddings."""
         positions = np.arange(target_in.shape[1])
         distance = positions[None, :] - positions[:, None]
         buckets = self._buckets(distance, bidirectional=False)
@@ -349,12 +348,13 @@ class T5(nnx.Module):
         return each_layer(self.decoder, apply_layer, dropout(self._embed(target_in) + more))
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
-        """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
+        """Runs the encoder and returns an empty cache in `dtype` with the keys and values of
+        cross-attention."""
         encoded = self.encode(source, padding_bias(source_length, source.shape[1]))
         return self.start_from(encoded, source_length, max_length, dtype)
 
     def start_from(self, encoded: Array, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
-        """The empty cache for what was encoded [B, S, D]."""
+        """The empty cache for an encoding [B, S, D]."""
 
         def kept(layer: DecoderLayer) -> tuple[Array, Array]:
             keys, values = layer.cross.keys_values(encoded)
@@ -377,7 +377,7 @@ class T5(nnx.Module):
         )
 
     def extend(self, tokens: AnyArray, cache: T5Cache, table: Any = None) -> tuple[Array, T5Cache]:
-        """logits [B, T, V] after each of `tokens` [B, T], fed at cache.length."""
+        """The logits [B, T, V] after each of `tokens` [B, T], read at cache.length."""
         x, cache = self.advance(tokens, cache)
         return self.logits(x, table=table), cache
 
@@ -389,8 +389,8 @@ class T5(nnx.Module):
         branches: Branches | None = None,
         more: Array | float = 0.0,
     ) -> tuple[Array, T5Cache]:
-        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], fed at
-        cache.length, in sequence or as branches. The layers above write nothing. `more` as in decode()."""
+        """The output [B, T, D] of layer `depth`, by default the last, for each of `tokens` [B, T], read at
+        cache.length, in sequence or as branches. Layers above it do not run. `more` is as in decode()."""
         x, _, cache = self.advance_with_states(tokens, cache, (), depth, branches, more)
         return x, cache
 
@@ -403,9 +403,9 @@ class T5(nnx.Module):
         branches: Branches | None = None,
         more: Array | float = 0.0,
     ) -> tuple[Array, Any, T5Cache]:
-        """advance(), with the states [N, B, T, D] of the tokens before N different layers, in the order in
-        which `before` names them: 0 is the embedding, and as many as there are layers the output of the last,
-        which has had no norm yet. None if `before` is empty."""
+        """advance(), with the tokens' states [N, B, T, D] before N layers, in the order of `before`. 0 is the
+        embedding; the number of layers means the last layer's output before the norm. None if `before` is
+        empty."""
         back = steps_back(cache.length, tokens.shape[1], entries(cache.keys), branches)  # [B, T, L]
         biases = [
             jnp.moveaxis(jnp.where(back[..., None] >= 0, bias[jnp.maximum(back, 0)], MASKED), -1, 1)
@@ -442,7 +442,7 @@ def padding_bias(length: AnyArray, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class T5Model(SingleModel):
-    """A T5 as the decoding core's LanguageModel. Its initial scales are T5X's."""
+    """The LanguageModel of a T5. Its initial scales are those of T5X."""
 
     config: T5Config
 
@@ -458,12 +458,12 @@ class T5Model(SingleModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]; `key` turns dropout on.
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. `key` enables dropout.
         `after` is called between the decoder's layers."""
         return self.merged(params)(source, source_length, self.decoder_input(target), key, after)
 
     def decoder_input(self, target: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:
-        """`target` behind the start token."""
+        """`target` shifted right, after the start token."""
         return shift_right(target, jnp.full((target.shape[0],), self.config.pad_id, target.dtype))
 
     def prefill(

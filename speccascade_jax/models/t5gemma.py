@@ -1,7 +1,7 @@
 """T5Gemma (Zhang et al. 2025, arXiv 2504.06225) in Flax NNX: an encoder and a decoder made of Gemma 2's
 layers.
 
-`T5Gemma` is the network; `T5GemmaModel` is the LanguageModel the decoding core sees.
+`T5Gemma` is the network, and `T5GemmaModel` implements LanguageModel.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ PRESETS = {
 
 
 class CrossLayer(Layer):
-    """A decoder's layer that also reads what was encoded, between its attention and its MLP."""
+    """A decoder layer with cross-attention between its attention and its MLP."""
 
     def __init__(self, config: DecoderConfig, reads: int, *, dtype: Any, stacked: bool, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, stacked=stacked, rngs=rngs)
@@ -70,7 +70,7 @@ class CrossLayer(Layer):
         self.cross = Attention(config, reads=reads, dtype=dtype, stacked=stacked, rngs=rngs)
 
     def kept(self, encoded: Array) -> tuple[Array, ...]:
-        """The keys and values [B, H_kv, S, K] of what was encoded [B, S, D]."""
+        """The keys and values [B, H_kv, S, K] of an encoding [B, S, D]."""
         return tuple(self.cross.heads(made(encoded)) for made in (self.cross.key, self.cross.value))
 
     def between(self, x: Array, keys: Array, values: Array, mask: Array) -> Array:
@@ -93,12 +93,12 @@ class CrossDecoder(Decoder):
 
 
 class T5Gemma(nnx.Module):
-    """The network. `dtype` is the matrix products'; sums and logits are float32."""
+    """The network. `dtype` is that of matrix products; sums and logits are float32."""
 
-    encoder: Any  # layers, and a norm after them
+    encoder: Any  # layers and a final norm
 
     def __init__(self, config: T5GemmaConfig, **fields: Any):
-        reads = dataclasses.replace(config.encoder, tied_embeddings=True)  # it has no head
+        reads = dataclasses.replace(config.encoder, tied_embeddings=True)  # the encoder has no head
         self.encoder = Decoder(reads, **fields)
         self.decoder = CrossDecoder(config.decoder, reads.d_model, **fields)
 
@@ -131,7 +131,8 @@ class T5Gemma(nnx.Module):
         return network.norm(each_layer(network.layers, apply_layer, self.embed(source)))
 
     def start(self, source: AnyArray, source_length: AnyArray, max_length: int, dtype: Any) -> T5Cache:
-        """Runs the encoder: an empty cache in `dtype`, with the keys and values of cross-attention."""
+        """Runs the encoder and returns an empty cache in `dtype` with the keys and values of
+        cross-attention."""
         encoded, c = self.encode(source, source_length), self.decoder.config
         buffers = blank(self.decoder.layers, source.shape[0], c.num_kv_heads, max_length, c.d_kv, dtype)
 
@@ -152,7 +153,7 @@ class T5Gemma(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class T5GemmaModel(SingleModel):
-    """A T5Gemma as the decoding core's LanguageModel."""
+    """The LanguageModel of a T5Gemma."""
 
     config: T5GemmaConfig
 
@@ -173,8 +174,8 @@ class T5GemmaModel(SingleModel):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. There is no dropout: `key`
-        is not read. `after` is called between the decoder's layers."""
+        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. There is no dropout, so
+        `key` is ignored. `after` is called between the decoder's layers."""
         network = self.merged(params)
         cache = network.start(source, source_length, target.shape[1], self.cache_dtype)
         begin = jnp.full((target.shape[0],), self.config.start_id, target.dtype)

@@ -1,9 +1,8 @@
 """The text model of T5Gemma 2 (Zhang et al. 2025, arXiv 2512.14856) in Flax NNX: an encoder and a decoder
 made of Gemma 3's layers.
 
-In the decoder, one attention reads the text and what was encoded, and there is one embedding for all: the
-encoder, the decoder and the logits. `T5Gemma2` is the network; `T5Gemma2Model` is the LanguageModel the
-decoding core sees.
+In the decoder, one attention reads both the text and the encoding. The encoder, the decoder and the logits
+share one embedding. `T5Gemma2` is the network, and `T5Gemma2Model` implements LanguageModel.
 """
 
 import dataclasses
@@ -44,18 +43,18 @@ class T5Gemma2Config(T5GemmaConfig):
     family: ClassVar[str] = "t5gemma2"
     encoder: DecoderConfig = SMALLEST
     decoder: DecoderConfig = SMALLEST
-    end_of_image: int = 256_000  # the token that has an embedding of its own, apart from the logits'
+    end_of_image: int = 256_000  # the token whose embedding differs from its logits' weights
 
 
 PRESETS = {f"t5gemma2_{size}_{size}": T5Gemma2Config(shape, shape) for size, shape in SHAPES.items()}
 
 
 class MergedLayer(Layer):
-    """A decoder's layer whose attention reads the text and what was encoded in one softmax. Its keys and
-    values of what was encoded have no positions."""
+    """A decoder layer whose attention covers the text and the encoding in one softmax. Keys and values of the
+    encoding have no positions."""
 
     def kept(self, encoded: Array) -> tuple[Array, ...]:
-        """The keys and values [B, H_kv, S, K] of what was encoded [B, S, D]."""
+        """The keys and values [B, H_kv, S, K] of an encoding [B, S, D]."""
         attention = self.attention
         return (
             attention.heads(attention.key(encoded), attention.key_norm),
@@ -67,7 +66,7 @@ class MergedLayer(Layer):
 
 
 class MergedDecoder(CrossDecoder):
-    """The decoder, and the embedding of both."""
+    """The decoder, and the embedding that it shares with the encoder."""
 
     def __init__(self, config: T5Gemma2Config, **fields: Any):
         super().__init__(config.decoder, config.encoder.d_model, **fields)
@@ -101,7 +100,7 @@ class Encoder(nnx.Module):
 
 
 class T5Gemma2(T5Gemma):
-    """The network. `dtype` is the matrix products'; sums and logits are float32."""
+    """The network. `dtype` is that of matrix products; sums and logits are float32."""
 
     def __init__(self, config: T5Gemma2Config, **fields: Any):
         self.encoder = Encoder(config.encoder, **fields)
@@ -111,14 +110,14 @@ class T5Gemma2(T5Gemma):
         return self.decoder.embed(source)
 
     def sight(self, window: int) -> tuple[int, int]:
-        """`window` tokens, its own among them; if the others cannot be halved, one more of them comes after
-        it."""
+        """`window` tokens including the position's own. If the others are odd in number, one more of them
+        comes after it."""
         return (window + 1) // 2 - 1, window // 2
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Gemma2Model(T5GemmaModel):
-    """A T5Gemma 2 as the decoding core's LanguageModel."""
+    """The LanguageModel of a T5Gemma 2."""
 
     config: T5Gemma2Config
 

@@ -2,8 +2,10 @@
 
 In use:
 
-    engine = Engine([model]) engine.start(loop)                      # compiles, then decodes requests as they
-    arrive jobs, updates = engine.submit(lane, requests)  # in the event loop while not all ended:
+    engine = Engine([model])
+    engine.start(loop)                      # compiles, then decodes requests as they arrive
+    jobs, updates = engine.submit(lane, requests)  # in the event loop
+    while not all ended:
         job, update = await updates.get()
     engine.cancel(job)                      # at any time
 """

@@ -142,7 +142,7 @@ class ModelFree:
     """A drafter that needs no checkpoint; its name is given instead of a folder."""
 
     name: str
-    summary: str  # for people
+    summary: str  # for help texts
     # (size of the verifier's vocabulary, what its outputs begin with or None) -> what drafts
     model: Callable[[int, int | None], Any]
 
