@@ -1,4 +1,4 @@
-"""Fixtures that several files use, and the two speeds: `--full` for everything."""
+"""Shared fixtures, and the two suites: quick by default, everything with `--full`."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""Who may import whom, and that scripts stay thin. Each rule has a planted violation."""
+"""The order of imports, and that scripts stay thin. Each rule has a planted violation."""
 
 import ast
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_imports_run_downwards():
         ("../tests/core/test_rules.py", "from tests.models.test_t5 import TINY"),
     ],
 )
-def test_a_planted_violation_is_seen(path, source):
+def test_a_planted_violation_is_detected(path, source):
     whole = path.removeprefix("../") if path.startswith("../") else f"{PACKAGE}/{path}"
     assert len(violations(whole, source)) == 1
     assert not violations(whole, "import jax") or path.startswith("new_folder")
@@ -194,7 +194,7 @@ def test_a_planted_violation_is_seen(path, source):
         ("commands/decode.py", "from speccascade_jax import __version__\nfrom .commandline import exit_code"),
     ],
 )
-def test_what_is_allowed_is_no_violation(path, source):
+def test_allowed_imports_are_no_violations(path, source):
     assert not violations(f"{PACKAGE}/{path}", source)
 
 

@@ -1,4 +1,5 @@
-""".ci/run: README's commands come first, in an environment of their own, and what they skipped runs later."""
+""".ci/run: README's commands come first, in a separate environment, and the tests that they skip run
+later."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Several processes as one job: what they tell each other, here within one process."""
+"""The messages between the processes of a job, here within one process."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Config files: whatever is wrong with one is said in a sentence that names it."""
+"""Config files: every mistake is reported in a sentence that names the file."""
 
 import contextlib
 import dataclasses

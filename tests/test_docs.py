@@ -1,4 +1,4 @@
-"""The documentation keeps its word: its code runs, and what it names is there."""
+"""The documentation is correct: its code runs, and the things that it names exist."""
 
 import ast
 import datetime
@@ -247,7 +247,7 @@ def refused_commands(code: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_understood(page):
-    """Every flag is there and takes the value that the page gives it."""
+    """Every flag exists and accepts the value on the page."""
     assert [command for code in blocks(page, "bash") for command in refused_commands(code)] == []
 
 
@@ -336,7 +336,7 @@ def test_every_divergence_has_its_row():
 
 
 def test_every_page_is_in_the_navigation():
-    """mkdocs --strict does not mind a page that nobody finds."""
+    """mkdocs --strict does not report a page that is not linked."""
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     docs = ROOT / "docs"
     assert listed == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}

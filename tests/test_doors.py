@@ -1,4 +1,5 @@
-"""What is added by one entry in one file of the package: it then decodes, under its name.
+"""A method, truncation or other choice that is added by one entry in one file of the package decodes under
+its name.
 
 Each test of the law that such an entry has stands elsewhere; here a copy of the package is extended, and read
 anew by another process, as tables are complete when they are imported.
@@ -128,7 +129,7 @@ def test_the_knob_of_a_rule_is_read(written):
 
 
 def test_a_way_to_join_vocabularies_is_an_object(foreign, t5_pair):
-    """Nothing of the package is touched."""
+    """The package is not changed."""
     whole = Strategy("whole", "as tli, by a head that keeps all of its columns")
     texts = [
         [output.tokens for output in cascade.generate(TEXTS, block_size=3)]

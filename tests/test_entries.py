@@ -1,8 +1,8 @@
-"""What can be chosen is declared once: no code asks for an entry by its name.
+"""Every choice is declared once: no code asks for an entry by its name.
 
 An entry is a line of a table: a method, a baseline, a few-shot task, a metric, a way to join vocabularies, a
-truncation, a divergence. What is particular about it is a field of the entry. Code that compares with its
-name, or keeps a dict by such names, would have to be found and changed when an entry is added.
+truncation, a divergence. Its peculiarities are fields of the entry. Code that compares with its name, or
+keeps a dict by such names, would have to be found and changed when an entry is added.
 """
 
 import ast
@@ -224,7 +224,7 @@ def test_what_is_mended_is_no_longer_listed():
         "joined = UNION.name == vocabulary",
     ],
 )
-def test_a_planted_violation_is_seen(source):
+def test_a_planted_violation_is_detected(source):
     assert len(list(violations(source, {"LOOKAHEAD": {"lookahead"}, **named_entries()}))) == 1
 
 
@@ -251,7 +251,7 @@ def test_what_names_an_entry_without_asking_is_no_violation(source):
 
 
 def test_the_names_are_those_of_the_entries():
-    """A name that is no longer an entry's would be looked for in vain."""
+    """A name without an entry would never be found."""
     assert {"speculative", "lookahead", "bild", "gsm8k", "bleu", "slem", "min_p", "lk"} <= ENTRIES
     assert all(task.name == name and task.summary for name, task in TASKS.items())
     assert all(metric.name == name and metric.summary for name, metric in METRICS.items())

@@ -1,4 +1,5 @@
-"""A thousand command lines nobody meant: each ends with exit code 0 or 2, in one sentence, soon and small."""
+"""A thousand random command lines: each ends with exit code 0 or 2 and one sentence, quickly and in little
+memory."""
 
 import contextlib
 import io

@@ -1,7 +1,6 @@
-"""A thousand files nobody meant: each is read and used, or refused in one sentence, soon and small.
-
-A process of its own reads them, so that a hang, a crash or a full memory is a result, too. The kind
-and the number in a failure's message reproduce a file.
+"""A thousand random files: each is read and used, or refused in one sentence, quickly and in little memory. A
+separate process reads them, so that a hang, a crash or a full memory is a test result. The kind and the
+number in a failure's message reproduce a file.
 """
 
 import random

@@ -1,7 +1,6 @@
-"""Sizes nobody meant, of sources, outputs, batches and blocks: a command decodes with one or refuses it in a
-sentence, in time and within a few gigabytes.
-
-A process of its own runs the commands, whose address space is bounded.
+"""Random sizes of sources, outputs, batches and blocks: a command decodes with them or refuses them in a
+sentence, in time and within a few gigabytes. A separate process with a bounded address space runs the
+commands.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Names are nouns of the field: no pronoun says what an object is, and a name means one thing.
 
-`found`, `most` or `one` say how an object came about, not what it is. Each guard has planted violations.
+`found`, `most` or `one` do not say what an object is. Each guard has planted violations.
 """
 
 import ast

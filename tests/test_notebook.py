@@ -20,7 +20,7 @@ def code_cells():
 
 
 def test_it_is_stored_without_results():
-    """They would go stale, and no diff of it could be read."""
+    """They would become stale, and make diffs unreadable."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(
         notebook["cells"]
@@ -49,7 +49,7 @@ def installed(monkeypatch, folder, **modules):
 
 
 def test_its_first_cell_installs_the_clone_or_a_wheel(monkeypatch, tmp_path):
-    """Never a name: another's package of that name may be in a registry."""
+    """Never a name, because a registry may have another package of that name."""
     assert installed(monkeypatch, NOTEBOOK.parent) == ".."
     monkeypatch.setitem(sys.modules, "google", ModuleType("google"))
     colab = ModuleType("google.colab")

@@ -1,9 +1,9 @@
 """Every figure in the prose of guide, reference and results stands in the page's record or in one that the
 page links to, or is excused with a reason.
 
-Definitions have numbers, too: names of models, sizes, defaults. NAMES takes out what is part of a name, and
-EXCUSED lists by page what no experiment gave. Whatever is left has to stand in the record of a results page
-to which this page links. Tables of results are drawn from their records: test_results.py.
+Definitions have numbers, too: names of models, sizes, defaults. NAMES removes numbers in names, and EXCUSED
+lists by page the numbers that no experiment gave. All others must be in the record of a results page to which
+this page links. Tables of results are drawn from their records: test_results.py.
 """
 
 import json

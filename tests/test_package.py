@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works from another directory without a checkout."""
+"""The wheel: its contents, and that it works from another directory without a checkout."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Pages of results show what their records hold."""
+"""Results pages show the contents of their records."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_each_page_has_its_line_in_the_summary(page):
 
 @pytest.mark.parametrize("page", [path.with_suffix(".md") for path in RECORDS], ids=NAMES)
 def test_figures_of_a_page_with_a_record_stand_in_its_tables_only(page):
-    """No table beside those that are drawn."""
+    """No tables except generated ones."""
     if page.exists():
         rest = PLACE.sub("", page.read_text(encoding="utf-8"))
         assert not re.search(r"^\|.*\|$", rest, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a person may choose: what the settings say of themselves, and what they refuse."""
+"""Settings: their descriptions, and the values that they refuse."""
 
 import typing
 

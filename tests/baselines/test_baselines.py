@@ -91,8 +91,8 @@ def test_token_cascade_follows_its_law(alpha, cap):
 
 
 @pytest.mark.long
-def test_the_wrong_cap_is_seen():
-    """Negative control: with a drafter that is always trusted only the cap decides."""
+def test_a_wrong_cap_is_detected():
+    """Negative control: if the drafter is always trusted, only the cap matters."""
     result = run(TokenCascade(Autoregressive(MODEL), MODEL, 2), 1.0)
     assert chi_square(result.tokens, token_cascade_law(1.0, 2)) > FAIL_BELOW
     assert chi_square(result.tokens, token_cascade_law(1.0, 3)) < FAIL_BELOW
@@ -100,7 +100,7 @@ def test_the_wrong_cap_is_seen():
 
 @pytest.mark.long
 @pytest.mark.full
-def test_bent_random_numbers_are_seen(monkeypatch):
+def test_biased_random_numbers_are_detected(monkeypatch):
     """Negative control: numbers that are not uniform."""
     jax.clear_caches()
     noise = loop.noise
@@ -222,8 +222,8 @@ def greedy(model, prompts, tables):
 
 
 @pytest.mark.full
-def test_limits_of_bild():
-    """No lenience gives the verifier's greedy text; boundless trust the drafter's, after one token."""
+def test_bild_at_extreme_alphas():
+    """alpha 0 gives the verifier's greedy text, and an unlimited alpha the drafter's after one token."""
     model, tables = TableLM(6), (table(1, 6), table(2, 6))
     for fallback, window in ((0.0, 20), (0.3, 10), (0.6, 4)):
         strict = run(
@@ -250,7 +250,7 @@ def test_limits_of_bild():
     "method,alpha", [("sequence", 0.9), ("sequence_mean", 0.6), ("sequence_quantile", 0.6)]
 )
 def test_sequence_cascades_follow_their_law(method, alpha):
-    """q(text) where q is sure of the text, else the verifier's law whatever the drafter had written."""
+    """q(text) if q is confident in the text, else the verifier's law, whatever the drafter wrote."""
     outputs = list(
         pair().generate(["1"] * 60_000, method=method, alpha=alpha, temperature=1.0, batch_size=10_000)
     )
@@ -283,7 +283,7 @@ def test_sequence_cascades_follow_their_law(method, alpha):
 
 
 @pytest.mark.full
-def test_one_random_number_for_both_texts_is_seen(monkeypatch):
+def test_sharing_a_random_number_between_both_texts_is_detected(monkeypatch):
     """Negative control: the verifier's text drawn with the drafter's numbers does not follow the law."""
     monkeypatch.setattr("speccascade_jax.inference.text.REWRITTEN", 0)
     with pytest.raises(AssertionError):
@@ -330,7 +330,7 @@ def test_rows_depend_neither_on_batch_nor_on_slot(method):
 
 @pytest.mark.full(quick=["token_cascade", "sequence", "bild"])
 @pytest.mark.parametrize("method", BASELINES)
-def test_limits_are_the_models_alone(method):
+def test_limits_equal_the_models_alone(method):
     """alpha 0: the verifier (or nearly); alpha 1: the drafter. Greedy, the whole API."""
 
     def tokens(**options):
@@ -356,11 +356,11 @@ def test_bild_refuses_to_sample():
     assert (refused.value.field, refused.value.value) == ("temperature", 1.0)
 
 
-def test_names_are_all_different():
+def test_names_are_distinct():
     assert not METHODS.keys() & BASELINES.keys()
 
 
-def test_a_broken_tally_is_seen():
+def test_a_broken_tally_is_detected():
     good = Tally(*(np.array([n]) for n in (5, 1, 4, 4, 0, 5)))
     check_tally(good)
     for broken in (good._replace(emitted=good.emitted + 1), good._replace(drafted=good.drafted - 1)):

@@ -1,4 +1,4 @@
-"""Planted bugs of the baselines, and the laws that see them."""
+"""Planted bugs in the baselines, which the law tests must detect."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def ignores_its_room(monkeypatch):
 
 
 def test_the_oracle_reads_the_models_own_distributions(monkeypatch, rows):
-    """At a temperature where that is something else than what it samples from."""
+    """At a temperature at which they differ from the distributions that it samples from."""
     law = sequence_law(TABLES, ["diff"], [0.06], (1,), steps=STEPS, eos=EOS, temperature=0.5)
     assert chi_square(texts(Oracle(MODEL, MODEL), 0.06, rows, 0.5), law) > FAIL_BELOW
     jax.clear_caches()

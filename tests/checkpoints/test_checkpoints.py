@@ -1,4 +1,4 @@
-"""What goes through a checkpoint format comes back bit for bit, a pair decodes alike from each."""
+"""Every checkpoint format round-trips bit for bit, and a pair decodes the same from each."""
 
 import dataclasses
 import http.server
@@ -82,7 +82,7 @@ def test_round_trip(kind, to, dtype, tmp_path):
 @pytest.mark.parametrize(
     "folder,reference", [("checkpoint_0", "reference.npz"), ("scanned_checkpoint_0", "scanned_reference.npz")]
 )
-def test_t5x_own_checkpoints_give_t5x_own_logits(folder, reference, tmp_path):
+def test_t5x_checkpoints_reproduce_t5x_logits(folder, reference, tmp_path):
     expected = dict(np.load(FIXTURES / reference))
     source, target, logits = (expected.pop(name) for name in ("enc", "dec", "logits"))
     loaded = checkpoints.load(FIXTURES / folder)
@@ -179,7 +179,7 @@ def old_t5x(folder, change):
 
 
 def test_t5x_files_of_older_versions(tmp_path):
-    """Paths of another machine, the path outside of `kvstore`, bfloat16 as uint16, arrays inline."""
+    """Paths from another machine, the path outside `kvstore`, bfloat16 as uint16, inline arrays."""
     original = random_checkpoint(TINY_T5)
     checkpoints.save(tmp_path / "out", original, "t5x", jnp.bfloat16)
     expected = checkpoints.load(tmp_path / "out", jnp.bfloat16).params
@@ -292,7 +292,7 @@ def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):
 
 
 @pytest.mark.full
-def test_each_device_gets_the_part_it_is_asked_to_hold(tmp_path):
+def test_each_device_gets_its_part(tmp_path):
     for to in checkpoints.FORMATS:
         checkpoints.save(tmp_path / to, random_checkpoint(TINY_T5), to)
     script = f"""
@@ -355,7 +355,7 @@ def test_tokenizer_json_is_the_vocabulary_of_spiece_model(spiece, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
 def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
-    """Through convert.py, its tokenizer along; without one there is --tokenizer."""
+    """Converted by convert.py with its tokenizer; without one, --tokenizer is needed."""
     pytest.importorskip("tokenizers")
     config = dataclasses.replace(TINY_T5, vocab_size=448, relative_max_distance=128)
     checkpoints.save(tmp_path / "from", random_checkpoint(config), "huggingface")
@@ -379,8 +379,8 @@ def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
     assert outputs[0][0] != outputs[0][1]
 
 
-def test_an_untied_head_that_was_not_saved_is_the_embedding(tmp_path):
-    """transformers leaves lm_head out where it is the embedding, though config.json may say untied."""
+def test_an_untied_head_missing_from_the_file_is_the_embedding(tmp_path):
+    """transformers omits lm_head if it equals the embedding, even if config.json says untied."""
     checkpoints.save(tmp_path / "tied", random_checkpoint(TINY_T5), "huggingface")
     arrays = load_file(tmp_path / "tied" / "model.safetensors")
     del arrays["lm_head.weight"]

@@ -1,7 +1,7 @@
-"""config.json as transformers 4 and transformers 5 write it, for the same shapes: read alike.
+"""The config.json files of transformers 4 and 5 for the same shapes are read as the same config.
 
-config_spellings.json has what save_pretrained of 4.57.6 and of 5.23.0 wrote of tests/support/shapes.py's
-shapes, word for word: what a version leaves out differs as well as how it calls things.
+config_spellings.json has the exact output of save_pretrained in 4.57.6 and 5.23.0 for the shapes in
+tests/support/shapes.py. The versions differ in names and in omitted fields.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ SHAPES = DECODERS | {
 }
 
 
-def test_every_shape_is_spelt_by_both():
+def test_every_shape_has_a_spelling_in_both_versions():
     assert SPELLINGS.keys() == SHAPES.keys()
     for both in SPELLINGS.values():
         assert [both[v]["transformers_version"] for v in ("4", "5")] == ["4.57.6", "5.23.0"]
@@ -57,6 +57,6 @@ def test_every_shape_is_spelt_by_both():
 
 @pytest.mark.parametrize("version", ["4", "5"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_both_are_read_as_the_shape_that_was_written(name, version, tmp_path):
+def test_both_versions_are_read_as_the_written_shape(name, version, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SPELLINGS[name][version]))
     assert checkpoints.config_of(str(tmp_path)) == SHAPES[name]

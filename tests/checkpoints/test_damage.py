@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged or cannot be written is refused in a sentence; nothing half-written stays."""
+"""A checkpoint that is damaged or cannot be written is refused in a sentence, and no partial files remain."""
 
 import contextlib
 import json
@@ -188,13 +188,13 @@ def test_damage_is_found_when_loading(case, intact, tmp_path, capsys):
     assert "error: " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_another_shape_than_asked_for_names_both(intact):
+def test_an_unexpected_shape_names_both_shapes(intact):
     with pytest.raises(ValueError, match=r"d_model is 48, not 512.*num_heads is 4, not 6"):
         checkpoints.load(intact / "huggingface", config=PRESETS["t5_1_1_small"])
 
 
-def test_nothing_is_left_by_threads_that_write_on(intact, tmp_path, monkeypatch):
-    """A format's library may raise while its threads still write."""
+def test_threads_that_are_still_writing_leave_nothing(intact, tmp_path, monkeypatch):
+    """A format's library may raise while its threads are still writing."""
 
     def fails(folder, *rest):
         def write_on():
@@ -228,8 +228,8 @@ main([*sys.argv[1:], "--to=huggingface"])
 """
 
 
-def test_what_a_killed_convert_leaves_goes_with_the_next(intact, tmp_path):
-    """But not what another process is writing, nor what anybody else has put there."""
+def test_the_next_convert_removes_what_a_killed_one_left(intact, tmp_path):
+    """But not folders that another process is writing, or unrelated ones."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(intact / "t5x"), str(tmp_path / "killed")],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -255,7 +255,7 @@ def test_what_a_killed_convert_leaves_goes_with_the_next(intact, tmp_path):
     assert not (tmp_path / ".busy.1.unfinished").exists()
 
 
-def test_nothing_is_left_of_an_output_that_cannot_be_written(intact, tmp_path, capsys):
+def test_an_output_that_cannot_be_written_leaves_nothing(intact, tmp_path, capsys):
     taken = tmp_path / "taken"
     taken.mkdir()
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Every family comes back from every format it has, and what a format cannot hold is refused beforehand."""
+"""Every family round-trips through each of its formats; unsupported models are refused in advance."""
 
 import dataclasses
 import json
@@ -116,8 +116,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("config,to", CASES, ids=lambda x: x if isinstance(x, str) else x.family)
-def test_a_model_comes_back_whole(config, to, tmp_path):
-    """The same config in every field and the same bits, and so the same logits."""
+def test_a_model_survives_a_round_trip(config, to, tmp_path):
+    """The same config and the same bits, hence the same logits."""
     original = random_checkpoint(config)
     if to == "huggingface" and not getattr(config, "shared_position_bias", True):
         with pytest.raises(ValueError, match="relative-position table of its own"):
@@ -129,7 +129,7 @@ def test_a_model_comes_back_whole(config, to, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, original.params, again.params)
 
 
-def test_a_family_is_one_row():
+def test_a_family_is_one_table_entry():
     assert MODEL_FAMILIES.keys() == UNLIKE.keys()
     assert {row.config for row in MODEL_FAMILIES.values()} == MODELS.keys()
     for name, family in MODEL_FAMILIES.items():
@@ -142,7 +142,7 @@ def test_a_family_is_one_row():
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_the_names_of_a_family_are_those_of_its_parameters(family):
-    """Of every array once: a name that is missing, or there twice, would lose weights."""
+    """Each array occurs once: a missing or repeated name would lose weights."""
     for config in UNLIKE[family]:
         params = {path for path, _ in nnx.to_flat_state(model_of(config).abstract_params())}
         names = list(MODEL_FAMILIES[family].parameter_names(config))
@@ -157,8 +157,8 @@ def test_a_trained_vocabulary_has_the_special_pieces_of_its_family(family, tmp_p
     assert (found.pad_id, found.eos_id, found.bos_id) == (0, 1, 2 if MODEL_FAMILIES[family].bos else -1)
 
 
-def test_t5x_folders_of_others_are_t5_1_1(tmp_path):
-    """Without our own file, what no array tells is T5 1.1's, as it was."""
+def test_t5x_folders_without_our_file_are_t5_1_1(tmp_path):
+    """Without our own file, settings that the arrays do not determine are those of T5 1.1."""
     config = UNLIKE["t5"][0]
     checkpoints.save(tmp_path / "out", random_checkpoint(config), "t5x")
     (tmp_path / "out" / checkpoints.t5x.UNTOLD_FILE).unlink()
@@ -189,7 +189,7 @@ def everything(folder):
     return {path: path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 
-def test_out_is_looked_at_before_in_is_read(folder, tmp_path, capsys, monkeypatch):
+def test_out_is_checked_before_in_is_read(folder, tmp_path, capsys, monkeypatch):
     """Nothing is loaded, nothing is made, nothing is overwritten."""
     monkeypatch.setattr(checkpoints, "load", None)
     before = everything(folder)
@@ -212,7 +212,7 @@ def test_out_is_looked_at_before_in_is_read(folder, tmp_path, capsys, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "nowhere"]
 
 
-def test_a_format_that_cannot_hold_the_model_is_refused_before_it_is_read(tmp_path, capsys, monkeypatch):
+def test_an_unsupported_model_is_refused_before_it_is_read(tmp_path, capsys, monkeypatch):
     checkpoints.save(tmp_path / "gemma", random_checkpoint(TINY_GEMMA), "native")
     checkpoints.save(tmp_path / "t5", random_checkpoint(UNLIKE["t5"][2]), "t5x")
     monkeypatch.setattr(checkpoints, "load", None)
@@ -222,7 +222,7 @@ def test_a_format_that_cannot_hold_the_model_is_refused_before_it_is_read(tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a user who may not write")
-def test_a_folder_one_may_not_write_in_is_said_beforehand(folder, tmp_path):
+def test_a_read_only_folder_is_reported_before_reading(folder, tmp_path):
     code = f"""
 import os
 from speccascade_jax import checkpoints
@@ -233,7 +233,7 @@ except ValueError as error: print(error)"""
     assert "no permission to write in" in run(code)
 
 
-def test_out_in_folders_that_are_not_there_yet(folder, tmp_path):
+def test_missing_parents_of_out_are_created(folder, tmp_path):
     assert convert([str(folder), str(tmp_path / "a" / "b" / "out"), "--to=t5x"]) == 0
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["out"]
     checkpoints.load(tmp_path / "a" / "b" / "out", config=TINY_T5)
@@ -258,7 +258,7 @@ def test_packed_weights_are_not_written(dtype, packed, folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_format_there_is_none_of_is_refused(tmp_path):
+def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(FieldError) as refused:
         checkpoints.save(tmp_path / "out", random_checkpoint(TINY_T5), "pickle")
     assert (refused.value.field, refused.value.value) == ("to", "pickle")
@@ -267,8 +267,8 @@ def test_a_format_there_is_none_of_is_refused(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
-def test_a_full_disk_names_what_it_could_not_write(to, folder, tmp_path):
-    """A limit on the size of files fails in the middle of writing, as a full disk does."""
+def test_a_full_disk_names_the_unwritten_file(to, folder, tmp_path):
+    """A limit on file sizes makes writing fail in the middle, like a full disk."""
     code = f"""
 import resource
 from speccascade_jax import checkpoints
@@ -281,8 +281,8 @@ except ValueError as error: print(ascii(str(error)))"""
     assert not list(tmp_path.iterdir())
 
 
-def test_int8_loads_are_of_every_format(tmp_path):
-    """What decoding reads is the same whatever the format: dtype by dtype."""
+def test_every_format_loads_as_int8(tmp_path):
+    """For each dtype, the parameters for decoding are the same from every format."""
     original = random_checkpoint(TINY_T5)
     for to in checkpoints.FORMATS:
         checkpoints.save(tmp_path / to, original, to)
@@ -292,15 +292,15 @@ def test_int8_loads_are_of_every_format(tmp_path):
             jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
-def test_a_vocabulary_goes_along_or_is_refused(folder, tmp_path, capsys):
-    """A pipe in the tokenizer's place neither hangs nor leaves a folder without one."""
+def test_a_vocabulary_is_copied_or_refused(folder, tmp_path, capsys):
+    """A pipe in place of the tokenizer neither hangs nor leaves an incomplete folder."""
     subprocess.run(["cp", "-r", str(folder), str(tmp_path / "in")], check=True)
     os.mkfifo(tmp_path / "in" / "spiece.model")
     refused([tmp_path / "in", tmp_path / "out", "--to=native"], "not a regular file", capsys)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_ours_tells_what_t5x_does_not(tmp_path):
+def test_our_file_has_the_settings_that_t5x_lacks(tmp_path):
     checkpoints.save(tmp_path / "out", random_checkpoint(UNLIKE["t5"][0]), "t5x")
     assert json.loads((tmp_path / "out" / "t5_config.json").read_text()) == {
         "relative_max_distance": 50,

@@ -1,4 +1,4 @@
-"""Folders of a decoder-only model with its tokenizer: every format brings them back, damage is named."""
+"""Folders of a decoder-only model with its tokenizer: every format round-trips, and damage is named."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from speccascade_jax.core.errors import FieldError
 
 
 @pytest.mark.parametrize("to", ["native", "huggingface"])
-def test_every_format_brings_it_back(to, gemma_pair, tmp_path):
+def test_every_format_round_trips(to, gemma_pair, tmp_path):
     original = checkpoints.load(gemma_pair / "verifier")
     checkpoints.save(tmp_path / "out", original, to)
     again = checkpoints.load(tmp_path / "out", config=original.model.config)

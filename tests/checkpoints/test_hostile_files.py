@@ -1,6 +1,5 @@
-"""Files that others wrote may hold anything: each is refused in one sentence, ten seconds and two gigabytes.
-
-A process of its own reads them, so that a hang, a crash or a full memory is a result, too.
+"""Untrusted files may contain anything: each is refused in one sentence, within ten seconds and two
+gigabytes. A separate process reads them, so that a hang, a crash or a full memory is a test result.
 """
 
 import base64
@@ -110,8 +109,8 @@ def names_of(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["t5-huggingface", "gemma2-huggingface", "t5-native", "gemma2-native"])
-def test_a_field_that_is_no_size_is_refused(kind, intact, read, copy):
-    """Of every field and every value: refused, by the field's name or by the array that has another shape."""
+def test_an_invalid_size_is_refused(kind, intact, read, copy):
+    """For every field and value: refused by the field's name, or by an array with another shape."""
     names = names_of(kind, intact / kind)
     for name in names:
         folder = copy(kind)
@@ -145,7 +144,7 @@ def test_a_field_that_is_no_size_is_refused(kind, intact, read, copy):
 
 
 @pytest.mark.parametrize("kind", ["t5-huggingface", "gemma2-huggingface", "t5-native", "gemma2-native"])
-def test_layers_that_are_not_there_cost_nothing(kind, read, copy):
+def test_declared_but_missing_layers_cost_nothing(kind, read, copy):
     """10**9 is refused at once; 1,000, which a model may have, after the first array that is missing."""
     folder = copy(kind)
     field = {
@@ -176,7 +175,7 @@ def test_layers_that_are_not_there_cost_nothing(kind, read, copy):
         ({"vocab_size": 1}, "eos_token_id"),
     ],
 )
-def test_a_t5_that_cannot_be_is_refused(change, words, read, copy):
+def test_an_impossible_t5_is_refused(change, words, read, copy):
     folder = copy("t5-huggingface")
     describe(folder, **change)
     check_refused(read(folder), words)
@@ -198,7 +197,7 @@ def test_a_t5_that_cannot_be_is_refused(change, words, read, copy):
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
     ],
 )
-def test_a_gemma_that_cannot_be_is_refused(change, words, read, copy):
+def test_an_impossible_gemma_is_refused(change, words, read, copy):
     folder = copy("gemma2-huggingface")
     describe(folder, **change)
     check_refused(read(folder), words)
@@ -214,7 +213,7 @@ def test_a_gemma_that_cannot_be_is_refused(change, words, read, copy):
         ({"shared_position_bias": 1}, "shared_position_bias"),
     ],
 )
-def test_a_run_of_no_known_model_is_refused(change, words, read, copy):
+def test_a_run_of_an_unknown_model_is_refused(change, words, read, copy):
     folder = copy("t5-native")
     describe(folder, **change)
     check_refused(read(folder), words)
@@ -236,7 +235,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("kind,name", [(kind, name) for kind, names in NEEDED.items() for name in names])
-def test_what_is_no_file_is_refused(kind, name, instead, read, copy):
+def test_anything_but_a_regular_file_is_refused(kind, name, instead, read, copy):
     folder = copy(kind)
     path = folder / name
     path.unlink()
@@ -249,7 +248,7 @@ def test_what_is_no_file_is_refused(kind, name, instead, read, copy):
 
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("name", ["model.json", "config.json", "checkpoint", "_METADATA"])
-def test_a_folder_of_nothing_else_is_refused(name, instead, read, tmp_path):
+def test_a_folder_with_only_an_unusable_file_is_refused(name, instead, read, tmp_path):
     (tmp_path / "folder").mkdir()
     INSTEAD[instead](tmp_path / "folder" / name)
     check_refused(read(tmp_path / "folder"))
@@ -258,7 +257,7 @@ def test_a_folder_of_nothing_else_is_refused(name, instead, read, tmp_path):
 
 @pytest.mark.parametrize("instead", ["a pipe", "a folder", "an endless device"])
 def test_any_other_file_of_a_run_may_be_replaced(instead, intact, read, copy):
-    """Orbax opens what it finds: of every file a run has, none hangs."""
+    """Orbax opens every file of a run; none of them hangs."""
     files = [
         path.relative_to(intact / "t5-native") for path in (intact / "t5-native").rglob("*") if path.is_file()
     ]
@@ -310,7 +309,7 @@ def test_an_index_names_files_of_its_folder_only(names, read, copy):
 
 
 def test_an_index_of_links_inside_its_folder_is_read(read, copy):
-    """As the hub's cache has them: the file is elsewhere, its name is not."""
+    """As in the hub's cache, where links point to files elsewhere."""
     folder = copy("t5-huggingface")
     (folder / "model.safetensors").rename(folder.parent / "blob")
     (folder / "a.safetensors").symlink_to(folder.parent / "blob")
@@ -333,7 +332,7 @@ def test_arrays_of_a_t5x_folder_lie_inside_it(read, copy):
 
 
 @pytest.mark.parametrize("rows", [10**8, 10**12, 2**40, 0])
-def test_a_t5x_array_that_says_it_is_large_takes_no_memory(rows, read, copy):
+def test_a_t5x_array_with_a_huge_declared_shape_takes_no_memory(rows, read, copy):
     folder = copy("t5-t5x")
     for name in ("token_embedder.embedding", "decoder.logits_dense.kernel"):
         header = folder / f"target.{name}" / ".zarray"
@@ -347,7 +346,7 @@ def test_a_t5x_array_that_says_it_is_large_takes_no_memory(rows, read, copy):
 
 
 @pytest.mark.parametrize("value", [b"{}", b'{"relative_max_distance": 12}', b'{"x": 1}', DEEP])
-def test_what_a_t5x_export_keeps_is_whole_or_refused(value, read, copy):
+def test_the_settings_of_a_t5x_export_are_complete_or_refused(value, read, copy):
     folder = copy("t5-t5x")
     (folder / "t5_config.json").write_bytes(value)
     check_refused(read(folder), "t5_config.json")
@@ -378,7 +377,7 @@ def test_safetensors_of_unknown_kinds_of_numbers_are_refused(read, copy):
         check_refused(read(folder))
 
 
-def test_a_checksum_that_is_no_number_differs(read, copy):
+def test_an_invalid_checksum_counts_as_different(read, copy):
     folder = copy("t5-huggingface")
     save_file(
         load_file(folder / "model.safetensors"),
@@ -416,7 +415,7 @@ def test_a_checksum_that_is_no_number_differs(read, copy):
     ids=lambda path: ascii(path)[:30],
 )
 @pytest.mark.parametrize("what", ["load", "config_of", "tokenizer"])
-def test_a_path_that_is_no_folder_is_refused(path, what, read, copy):
+def test_a_path_that_is_not_a_folder_is_refused(path, what, read, copy):
     folder = copy("t5-huggingface")
     os.mkfifo(folder / "pipe")
     if what == "tokenizer" and path == "{folder}/config.json":
@@ -424,8 +423,8 @@ def test_a_path_that_is_no_folder_is_refused(path, what, read, copy):
     check_refused(read(path.replace("{folder}", str(folder)), what))
 
 
-def test_what_one_may_not_read_is_refused(intact):
-    """Root may read everything, and so becomes nobody when all is imported."""
+def test_an_unreadable_file_is_refused(intact):
+    """Root can read everything, so it becomes nobody after the imports."""
     with tempfile.TemporaryDirectory() as where:
         os.chmod(where, 0o755)
         names = [".", "config.json", "model.safetensors"]
@@ -453,7 +452,7 @@ print(json.dumps(said))""")
 
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
-def test_a_tokenizer_that_is_none_is_refused(name, instead, read, tmp_path):
+def test_a_file_that_is_no_tokenizer_is_refused(name, instead, read, tmp_path):
     INSTEAD[instead](tmp_path / name)
     check_refused(read(tmp_path / name, "tokenizer"))
 
@@ -540,7 +539,7 @@ DAMAGED_JSON = {  # parts of a tokenizer.json that end the library's process, or
 
 
 @pytest.mark.parametrize("case", DAMAGED_JSON)
-def test_a_part_that_would_end_the_process_is_refused(case, read, tmp_path):
+def test_a_tokenizer_part_that_would_abort_the_process_is_refused(case, read, tmp_path):
     damage, words = DAMAGED_JSON[case]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **vocabulary(), **damage}))
     check_refused(read(tmp_path / "tokenizer.json", "tokenizer"), words)
@@ -565,13 +564,13 @@ WORDS = {"normalizer": {"type": "Prepend", "prepend": "a "}, "pre_tokenizer": {"
     ids=["padding", "truncation", "numbers"],
 )
 def test_truncation_and_padding_are_not_read(part, read, tmp_path):
-    """They are the caller's: a fixed padding of 10**18 tokens ended the process."""
+    """The caller does both: a fixed padding of 10**18 tokens crashed the process."""
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **vocabulary(), **WORDS, **part}))
     outcome = read(tmp_path / "tokenizer.json", "tokenizer")
     assert outcome.kind == "loaded" and outcome.gigabytes < GIGABYTES, outcome
 
 
-def test_a_damaged_vocabulary_is_refused_or_a_vocabulary(spiece, read, tmp_path):
+def test_a_damaged_vocabulary_is_refused_or_usable(spiece, read, tmp_path):
     """One byte changed, or the end lost: never a crash."""
     whole = spiece.read_bytes()
     for n in range(0, len(whole), max(len(whole) // 60, 1)):

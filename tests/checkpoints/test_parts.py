@@ -1,4 +1,4 @@
-"""Parameters cut over the devices of several processes: each reads its part of a checkpoint, and no more."""
+"""Parameters split over the devices of several processes: each reads only its part of a checkpoint."""
 
 import dataclasses
 import json
@@ -28,8 +28,8 @@ def saved(folder, config, to):
 
 @pytest.mark.parametrize("to", list(checkpoints.FORMATS))
 @pytest.mark.parametrize("shared", [True, False], ids=["separate layers", "stacked layers"])
-def test_parts_that_are_read_are_those_of_the_whole(to, shared, tmp_path, monkeypatch):
-    """One device stands for another process's, so that every array that would be cut is read in parts."""
+def test_parts_equal_those_of_the_whole_array(to, shared, tmp_path, monkeypatch):
+    """One device represents another process's, so that every array that would be split is read in parts."""
     if to == "huggingface" and not shared:
         pytest.skip("Hugging Face's T5 has one table of relative positions")
     config = dataclasses.replace(EIGHT_HEADS, shared_position_bias=shared)
@@ -67,7 +67,7 @@ def test_a_part_that_is_not_finite_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("columns,reads", [([(2, 4), (4, 6)], 1), ([(0, 2), (4, 6)], 2), ([(2, 4)] * 2, 1)])
 def test_a_process_reads_what_its_devices_hold_once(columns, reads, monkeypatch):
-    """Neighbours at once; apart, none of what lies between them; what two devices hold, once."""
+    """Adjacent parts are read together, gaps are not read, and parts that two devices hold are read once."""
     values, asked = np.arange(24.0).reshape(4, 6), []
     places = {n: (slice(None), slice(*ends)) for n, ends in enumerate(columns)}
     where = SimpleNamespace(addressable_devices_indices_map=lambda shape: places)

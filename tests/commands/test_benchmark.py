@@ -1,4 +1,4 @@
-"""scripts/benchmark.py on a tiny pair, and what its figures stand on."""
+"""scripts/benchmark.py on a tiny pair, and the basis of its figures."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def test_a_step_reads_the_decoder_and_the_head(dtype):
 
 
 @pytest.mark.full
-def test_parts_are_printed_and_kept_with_what_they_were_measured_on(tmp_path, monkeypatch, capsys):
+def test_times_of_parts_are_printed_and_saved_with_their_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "PRESETS", {"tiny": TINY})
     monkeypatch.setattr(profiling, "read_bandwidth", lambda: 1e9)
     path = tmp_path / "figures.jsonl"
@@ -74,8 +74,8 @@ def figures_of(path) -> dict[str, dict[str, object]]:
 
 @pytest.mark.full
 def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
-    """A machine whose prefill takes 0.5 s and 0.1 a column of the padded input, a drafter step 0.1, a
-    verifier step 1 and a round 2: what is reported must be these, whatever the texts' lengths."""
+    """On a machine whose prefill takes 0.5 s plus 0.1 s per column of the padded input, a drafter step 0.1 s,
+    a verifier step 1 s and a round 2 s, exactly these must be reported, whatever the texts' lengths."""
 
     def timed(cascade, settings, index, text):
         output = next(iter(cascade.generate([text], settings, first_index=index)))
@@ -134,7 +134,7 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
+def test_models_alone_write_as_many_tokens_as_other_libraries(tmp_path, monkeypatch):
     asked, written = [], []
 
     def transformers_decoders(path, most, **sizes):
@@ -164,7 +164,7 @@ def test_models_alone_write_as_many_tokens_as_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
+def test_transformers_writes_the_same_texts_alone_and_assisted(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     tokenizer = checkpoints.load(str(DEMO / "verifier")).tokenizer_file()
@@ -193,7 +193,7 @@ def test_transformers_write_what_we_write_alone_and_assisted(tmp_path):
         assert tokens == ours.tokens[0, : int(ours.length[0])].tolist() and seconds > 0
 
 
-def test_a_missing_library_is_told_before_anything_is_made(monkeypatch):
+def test_a_missing_library_is_reported_before_any_work(monkeypatch):
     monkeypatch.setattr(other_libraries, "find_spec", lambda name: None if name == "transformers" else name)
     monkeypatch.setattr(profiling, "random_model", lambda *_: pytest.fail("made weights"))
     with pytest.raises(FieldError) as refused:
@@ -264,8 +264,8 @@ def test_bad_flags_are_one_sentence(arguments, field, value, monkeypatch, capsys
     assert said.count("\n") == 1 and (field is not None or value in said)
 
 
-def test_what_cannot_be_compiled_is_told_before(monkeypatch, capsys):
-    """Nothing of it needs TPU's compiler."""
+def test_what_cannot_be_compiled_is_reported_before_compiling(monkeypatch, capsys):
+    """None of this needs the TPU compiler."""
     monkeypatch.setattr(tpus, "find_spec", lambda name: None)
     with refusals() as errors:
         assert benchmark.main(["--tpu=v5e:2x2"]) == 2

@@ -1,4 +1,4 @@
-"""Plans for chips that are not at hand, and the file that takes the place of the weights."""
+"""Plans for chips that are not available, and the file that replaces the weights."""
 
 import json
 
@@ -30,7 +30,7 @@ def made_reading(seed=0, texts=12, length=20):
     return Reading(np.array([[1.0, 0.8], [0.8, 1.0]]), probs, lengths)
 
 
-def test_a_reading_comes_back_from_its_file(tmp_path):
+def test_a_reading_survives_a_round_trip(tmp_path):
     reading, path = made_reading(), str(tmp_path / "a.json")
     reading.save(path, NAMES, Settings(temperature=0.5))
     again = Reading.load(path, NAMES, Settings(temperature=0.5))
@@ -69,7 +69,7 @@ def test_another_file_is_refused(change, tmp_path):
 
 
 def test_drafters_that_read_their_verifier_are_refused(tmp_path, monkeypatch):
-    """They have no pass of their own that could be compiled."""
+    """They have no separate pass that could be compiled."""
     path = tmp_path / "a.json"
     made_reading().save(str(path), NAMES, Settings(method="speculative"))
     monkeypatch.setattr(tpus, "devices_of", lambda name: [None] * 4)
@@ -87,7 +87,7 @@ def test_drafters_that_read_their_verifier_are_refused(tmp_path, monkeypatch):
         (["--tokens=5"], "tokens", 5),
     ],
 )
-def test_flags_of_other_machines_go_together(flags, field, value):
+def test_flags_for_other_machines_require_each_other(flags, field, value):
     with refusals() as errors:
         assert plan.main(["--config=demo", *flags]) == 2
     check_about(errors[0], field, value)
@@ -118,13 +118,13 @@ class TestWithTheCompiler:
             (["--tpu=v5e:2x2", "--acceptance-from=a", "--requests-per-second=0"], "requests_per_second", 0.0),
         ],
     )
-    def test_what_cannot_be_planned_is_refused(self, flags, field, value):
+    def test_unplannable_arguments_are_refused(self, flags, field, value):
         with refusals() as errors:
             assert plan.main(["--config=demo", *flags]) == 2
         check_about(errors[0], field, value)
 
     def test_a_plan_and_the_chips_it_needs(self, t5_pair, acceptance, tmp_path, capsys):
-        """No weights are read: the folders hold shapes alone."""
+        """No weights are read: the folders contain only shapes."""
         for name in NAMES:
             (tmp_path / name).mkdir()
             shape = json.loads((t5_pair / name / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""--cluster: the devices of several processes as one machine's, and what happens when one of them dies."""
+"""--cluster: the devices of several processes act as one machine, and a dead process ends the job."""
 
 import concurrent.futures
 import json

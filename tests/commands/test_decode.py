@@ -118,7 +118,7 @@ def test_an_interrupted_run_resumes_where_its_output_ends(t5_pair, inputs, tmp_p
     "line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"], ids=["number", "fields", "json", "utf-8"]
 )
 def test_an_output_with_a_damaged_line_is_left_alone(line, t5_pair, inputs, tmp_path, capsys):
-    """Not the last one, which a kill explains: what follows it may be worth keeping."""
+    """Except the last line, which a kill may have cut: the lines after a damaged one may be worth keeping."""
     out = tmp_path / "out.jsonl"
     flags = ("--input", inputs, "--output", out)
     assert run(t5_pair, *flags) == 0
@@ -187,7 +187,7 @@ def test_invalid_utf8_names_the_line(t5_pair, tmp_path, capsys):
     assert "line 2: not valid UTF-8" in capsys.readouterr().err
 
 
-def test_truncation_is_asked_for_and_counted(t5_pair, tmp_path):
+def test_truncation_is_optional_and_counted(t5_pair, tmp_path):
     summary = tmp_path / "summary.json"
     assert run(t5_pair, "--text", "cat dog " * 30, "--truncate", "--summary", summary) == 0
     assert json.loads(summary.read_text())["truncated"] == 1
@@ -259,7 +259,7 @@ def test_drafts_that_are_looked_up(t5_pair, inputs, tmp_path, monkeypatch):
 
 
 def test_list_names_configs_to_decode_with_and_methods(capsys):
-    """Configs that train a model are none of --config's values here: they have a table of their own."""
+    """Training configs are not valid here; they have a separate table."""
     assert decode.main(["--list"]) == 0
     shown = capsys.readouterr().out
     decoding, _, training = shown.partition("--config of finetune")

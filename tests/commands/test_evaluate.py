@@ -1,4 +1,4 @@
-"""scripts/evaluate.py on a tiny pair: resumed, shared out, scored as others do."""
+"""scripts/evaluate.py on a tiny pair: resumed, distributed, and scored like the metrics' own tools."""
 
 import json
 import os
@@ -129,7 +129,7 @@ def test_eight_devices_write_the_same_texts(tiny, alone, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("sharers", [1, 2])
 def test_two_processes_write_the_same_texts(sharers, tiny, alone, tmp_path):
-    """Each has its share of the examples, or of the models."""
+    """Each process has its share of the examples or of the models."""
     shared = flags(tiny, tmp_path / "texts", "--batch-size=4", f"--tensor-parallel={sharers}")
     finish(start_cluster("evaluate.py", shared, environment(tmp_path)))
     assert texts(tmp_path / "texts") == alone
@@ -137,7 +137,7 @@ def test_two_processes_write_the_same_texts(sharers, tiny, alone, tmp_path):
 
 @pytest.mark.full
 def test_a_ray_cluster_writes_the_same_texts(tiny, alone, tmp_path, capsys):
-    """In shards of 20, by two workers; then all is there, and nothing is decoded again."""
+    """Two workers decode shards of 20; a second run finds everything and decodes nothing."""
     pytest.importorskip("ray")
     arguments = flags(
         tiny,

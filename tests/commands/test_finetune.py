@@ -1,4 +1,4 @@
-"""scripts/finetune.py as users run it: killed, on several devices, in several processes, badly told."""
+"""scripts/finetune.py in use: killed, on several devices, in several processes, with invalid flags."""
 
 import json
 import os
@@ -268,7 +268,7 @@ def test_bad_input_is_one_sentence(toy, alone, tmp_path, capsys, flags, said):
     assert said in error and "Traceback" not in error
 
 
-def test_a_column_too_many_is_named(toy, tmp_path, capsys):
+def test_an_extra_column_is_named(toy, tmp_path, capsys):
     (tmp_path / "bad.tsv").write_text("one\teins\ntwo\tzwei\tzwo\n")
     assert here(toy, tmp_path / "run", f"--train={tmp_path / 'bad.tsv'}") == 2
     assert "bad.tsv, line 2: 3 columns" in capsys.readouterr().err
@@ -302,7 +302,7 @@ def test_a_damaged_save_is_not_resumed_from(item, toy, alone, tmp_path, capsys):
 
 
 def test_a_full_disk_loses_nothing(toy, alone, tmp_path):
-    """A limit on the size of files stands in for the disk's end."""
+    """A limit on file sizes simulates a full disk."""
     run = tmp_path / "run"
     assert here(toy, run, "--steps=10") == 0
     before = parameters(run)

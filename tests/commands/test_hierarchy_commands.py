@@ -1,4 +1,4 @@
-"""Every command takes three models: --models, a value a level, and what they print of the levels."""
+"""Every command takes three models: --models, one value per level, and figures for each level."""
 
 import dataclasses
 import gzip
@@ -159,7 +159,7 @@ def test_benchmark(run, tmp_path, capsys):
     check_about(errors[0], "config", run)
 
 
-def test_what_a_text_costs_besides_its_calls(monkeypatch):
+def test_the_fixed_time_of_a_text(monkeypatch):
     """Texts of 5 ms and of 2 ms more with the drafter, besides calls as counted and 3 ms a round, on
     a machine that has become twice as slow."""
     seconds = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 10, 11, 12, 13, 14, 15]]) / 1000
@@ -192,7 +192,7 @@ def test_what_a_text_costs_besides_its_calls(monkeypatch):
     np.testing.assert_allclose(found, [0.002, 0.005])
 
 
-def test_what_a_round_takes_besides_its_calls(t5_pair, monkeypatch):
+def test_the_fixed_time_of_a_round(t5_pair, monkeypatch):
     """Rounds of 4 drafts: 9 ms of models 0 and 1, 2 and 7 of those with the last; a negative one is none."""
     seconds = iter(
         [
@@ -268,7 +268,7 @@ def test_adaptive_blocks_are_planned_only_where_they_were_surely_faster(run, t5_
 
 
 def test_a_configs_sampler_is_timed_and_not_predicted(run, capsys):
-    """It stands next to the plans, and is never taken for one: nobody knows its law."""
+    """It is timed next to the plans but never chosen, because its law is unknown."""
     names = ("drafter", "verifier")
     target = PlannedHierarchy(names[-1:], (), "need", 0.001, (1.0,))
     pair = PlannedHierarchy(names, (4,), "need", 0.0005, (1.0, 0.3))
@@ -312,7 +312,7 @@ def test_a_config_whose_method_is_a_lossless_rule_of_its_own_is_planned(run, tmp
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_tables_of_a_plan_are_whole_where_the_terminal_is_narrow(width, capsys):
-    """No word and no figure is cut off; at 80 columns no name is broken."""
+    """No word or figure is truncated, and at 80 columns no name is broken."""
     names = ("e2e_deep@1", "middle", "verifier")
     calls = np.outer([0.1, 11.5, 123.4], np.linspace(1, 1.4, 17)) / 1000
     squares = np.full((3, 3), 0.375)
@@ -343,7 +343,7 @@ def test_tables_of_a_plan_are_whole_where_the_terminal_is_narrow(width, capsys):
         (["a/export"], ["export"]),
     ],
 )
-def test_names_of_models_are_short_and_different(paths, names):
+def test_names_of_models_are_short_and_distinct(paths, names):
     assert plan.short_names(paths) == dict(zip(names, paths, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Command lines as a hostile or a careless user writes them: one sentence, exit code 2, and nothing lost."""
+"""Command lines of hostile or careless users: one sentence, exit code 2, and nothing lost."""
 
 import contextlib
 import json
@@ -90,7 +90,7 @@ SAME_FILE = {
 
 
 @pytest.mark.parametrize("case", SAME_FILE)
-def test_no_file_of_the_users_is_written_over(case, flags, folder, capsys):
+def test_no_file_of_the_user_is_overwritten(case, flags, folder, capsys):
     (folder / "link").symlink_to("in.txt")
     (folder / "n.settings.json").write_text("the cat\n")
     (folder / "v").write_text("pieces")
@@ -107,7 +107,7 @@ def test_no_file_of_the_users_is_written_over(case, flags, folder, capsys):
     assert contents(folder) == before
 
 
-def test_evaluate_writes_over_nothing(flags, folder, capsys):
+def test_evaluate_overwrites_nothing(flags, folder, capsys):
     own = [*flags, "--task=task.py", "--output=texts", "--methods", "verifier"]
     (folder / "texts").mkdir()
     before = contents(folder)
@@ -147,7 +147,7 @@ def test_one_output_has_one_writer(flags, folder, capsys):
 
 
 @pytest.mark.full
-def test_of_two_processes_on_one_output_one_writes_it(flags, folder):
+def test_only_one_of_two_processes_writes_an_output(flags, folder):
     (folder / "many.txt").write_text("the cat sat on the mat\n" * 300)
     command = [sys.executable, SCRIPTS / "decode.py", *flags, "--input=many.txt", "--output=out.jsonl"]
     both = [
@@ -328,7 +328,7 @@ def test_a_batch_may_be_larger_than_the_input(flags, folder):
 
 
 def test_an_interrupt_while_modules_load_is_quiet(folder):
-    """From the moment the script itself runs: before that, Python is on its own."""
+    """From the start of the script on; before that, Python handles interrupts."""
     codes = []
     for delay in (0.05, 0.2, 0.3, 0.4, 0.6, 1.0, 1.6):
         process = subprocess.Popen(
@@ -404,7 +404,7 @@ def few(flags, folder):
 
 
 @pytest.mark.full
-def test_fewshot_goes_on_where_its_output_ends(few, folder, capsys):
+def test_fewshot_resumes_where_its_output_ends(few, folder, capsys):
     both = ["--methods", "token_v3", "drafter"]
     assert call("fewshot", *few, *both) == 0
     out, whole = folder / "out.jsonl", (folder / "out.jsonl").read_bytes()
@@ -440,7 +440,7 @@ def test_fewshot_refuses_damaged_lines(few, folder, capsys):
 
 
 def test_fewshot_keeps_the_outputs_of_a_killed_method(few, folder, monkeypatch):
-    """An interrupt after two outputs: the next run decodes the others only."""
+    """After an interrupt at two outputs, the next run decodes only the others."""
     from speccascade_jax.commands import fewshot
     from speccascade_jax.inference.text import Cascade
 
@@ -475,7 +475,7 @@ def test_a_summary_is_written_whole(flags, folder):
     "command,flag,value",
     [("decode", "--block-size", "0"), ("decode", "--top-p", "2"), ("evaluate", "--seed", 2**70)],
 )
-def test_what_is_refused_is_called_by_its_flag(command, flag, value, capsys):
+def test_refusals_name_the_flag(command, flag, value, capsys):
     """On the command line; an HTTP error and a FieldError name the field."""
     assert call(command, f"{flag}={value}") == 2
     assert capsys.readouterr().err.startswith(f"error: {flag} is ")

@@ -1,4 +1,4 @@
-"""--profile: a trace in a new folder, whose operations bear the names of rounds and models."""
+"""--profile writes a trace to a new folder, with operations named after rounds and models."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+def test_a_nonempty_folder_is_left_alone(tmp_path):
     check_profile(None)
     (tmp_path / "empty").mkdir()
     check_profile(str(tmp_path / "empty"))
@@ -59,7 +59,7 @@ def test_no_trace_is_left_running(tmp_path):
 
 
 def test_operations_are_named_after_rounds_and_models():
-    """And the program itself is the same: names are no part of its text."""
+    """The program is the same, because names are not part of its text."""
     model = TableLM(5)
     sampler = sc.hierarchy([model, model], [sc.METHODS["speculative"]], [2])
     weights = jnp.zeros((5, 5, 5))

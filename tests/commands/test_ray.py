@@ -67,8 +67,8 @@ def listener():
 SILENT = b""
 
 
-def test_an_address_without_a_cluster_is_said_at_once(listener, tmp_path, monkeypatch):
-    """Ray itself tries for minutes."""
+def test_an_address_without_a_cluster_is_reported_at_once(listener, tmp_path, monkeypatch):
+    """Ray itself would retry for minutes."""
     monkeypatch.setattr(ray_jobs, "PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -102,7 +102,7 @@ def test_an_address_without_a_cluster_is_said_at_once(listener, tmp_path, monkey
 
 
 def test_a_worker_takes_all_accelerators_of_a_machine():
-    """Whichever machine it is: as many as the smallest has, and of those that are there."""
+    """On any machine of the cluster: as many as the smallest has, of the types that exist."""
 
     def devices(*machines):
         return devices_of_machines(

@@ -1,4 +1,4 @@
-"""scripts/report.py on experiments that measure a file of numbers: what runs, and what it leaves behind."""
+"""scripts/report.py on experiments that measure a file of numbers: which ones run, and their results."""
 
 import dataclasses
 import json
@@ -76,8 +76,8 @@ def test_an_experiment_writes_its_record_page_and_picture(place):
     assert "(../pictures/one.png)" in text and "| 3 | 9 |" in text
 
 
-def test_a_page_and_what_others_measured_stay(place, capsys):
-    """Another experiment's tables, a table of before, and a person's sentences."""
+def test_a_page_and_other_experiments_results_are_kept(place, capsys):
+    """Another experiment's tables, an older table, and hand-written sentences."""
     page, path = place / "docs/results/speeds.md", place / "docs/results/speeds.json"
     page.write_text(PAGE.format("old") + "<!-- table: one -->\n<!-- end of table -->\n")
     old = {"experiment": "Speeds", "command": ["by hand"], "commit": "abc", "machine": None, "date": "2026"}
@@ -98,7 +98,7 @@ def test_a_page_and_what_others_measured_stay(place, capsys):
     }
 
 
-def test_a_draft_shows_all_that_a_record_holds(place, capsys):
+def test_a_draft_page_shows_the_whole_record(place, capsys):
     assert report.main(["one", "two", "--quick"]) == 0
     text = (place / "runs/report/quick/speeds.md").read_text()
     assert all(f"<!-- table: {name} -->" in text and f"({name}.png)" in text for name in ("one", "two"))
@@ -115,7 +115,7 @@ def test_trials_leave_the_documentation_alone(place):
     assert not list((place / "docs/results").iterdir()) and not (place / "docs/pictures").exists()
 
 
-def test_what_is_measured_stays_and_keeps_its_date(place, monkeypatch):
+def test_measurements_are_kept_with_their_date(place, monkeypatch):
     for today in "2026-01-01", "2026-01-02":
         monkeypatch.setattr(report, "today", lambda today=today: today)
         assert report.main(["one"]) == 0
@@ -127,7 +127,7 @@ def test_what_is_measured_stays_and_keeps_its_date(place, monkeypatch):
     assert len((place / "runs/report/one/numbers").read_text().split()) == 12
 
 
-def test_what_cannot_run_here_is_skipped_unless_it_is_named(place, monkeypatch, capsys):
+def test_experiments_that_cannot_run_are_skipped_unless_named(place, monkeypatch, capsys):
     assert report.main([]) == 0
     assert "skipped: three: it needs the checkpoint runs/three; train it." in capsys.readouterr().out
     assert not (place / "docs/results/other.json").exists()
@@ -143,7 +143,7 @@ def test_what_cannot_run_here_is_skipped_unless_it_is_named(place, monkeypatch, 
     assert "four" in capsys.readouterr().err
 
 
-def test_the_list_tells_what_each_measures(place, capsys):
+def test_the_list_says_what_each_experiment_measures(place, capsys):
     assert report.main(["--list"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(name in shown for name in ("one", "two", "three", "speeds", "runs/three"))

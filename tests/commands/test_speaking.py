@@ -1,4 +1,4 @@
-"""What commands say of themselves, of a stop, and of results that are not worth using."""
+"""Messages of commands: help, interruptions, and results that are not worth using."""
 
 import dataclasses
 import io

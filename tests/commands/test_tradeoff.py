@@ -1,4 +1,4 @@
-"""scripts/tradeoff.py on a tiny pair: a sweep and its pick, and what is refused before a model is loaded."""
+"""scripts/tradeoff.py on a tiny pair: a sweep, its pick, and arguments refused before a model is loaded."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def test_a_sweep_picks_a_config_that_decodes(sweep, capsys):
 
 
 @pytest.mark.full
-def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
+def test_a_sweep_resumes_where_it_ends(sweep, tmp_path, capsys):
     at, flags = sweep
     shutil.copytree(at, tmp_path / "again")
     flags = [flag.replace(str(at), str(tmp_path / "again")) for flag in flags]
@@ -136,7 +136,7 @@ def test_a_sweep_goes_on_where_it_ends(sweep, tmp_path, capsys):
 
 
 def test_a_lossless_pick_promises_the_verifiers_distribution(tmp_path, capsys):
-    """Not what one sample of it scored."""
+    """Not the quality of one sample."""
     asked = tradeoff.parse(
         ["--config=demo", f"--output={tmp_path}", "--at-quality=verifier", f"--pick={tmp_path / 'picked.py'}"]
     )
@@ -244,7 +244,7 @@ def test_bad_flags_are_one_sentence(tiny, tmp_path, capsys, monkeypatch, more, f
         ("empty_test", "empty.jsonl"),
     ],
 )
-def test_a_task_that_cannot_be_scored_is_told_first(tiny, tmp_path, capsys, monkeypatch, task, said):
+def test_a_task_that_cannot_be_scored_is_refused_first(tiny, tmp_path, capsys, monkeypatch, task, said):
     """Of the test split, too, where a pick is to be checked on it."""
     folder, shared = tiny
     before_work(monkeypatch)
@@ -265,7 +265,7 @@ def test_a_task_that_cannot_be_scored_is_told_first(tiny, tmp_path, capsys, monk
     assert said in capsys.readouterr().err
 
 
-def test_a_pick_that_would_lose_something_is_told_before_the_sweep(tiny, tmp_path, capsys, monkeypatch):
+def test_an_invalid_pick_is_refused_before_the_sweep(tiny, tmp_path, capsys, monkeypatch):
     folder, shared = tiny
     before_work(monkeypatch)
     (tmp_path / "mine.py").write_text("config = 3\n")
@@ -292,7 +292,7 @@ def test_a_pick_that_would_lose_something_is_told_before_the_sweep(tiny, tmp_pat
 
 
 @pytest.mark.parametrize("output", ["file", "file/sweep", "/dev/null", "/proc/sweep"])
-def test_an_output_that_is_no_folder_is_told(tiny, tmp_path, capsys, monkeypatch, output):
+def test_an_output_that_is_not_a_folder_is_refused(tiny, tmp_path, capsys, monkeypatch, output):
     folder, shared = tiny
     before_work(monkeypatch)
     (tmp_path / "file").write_text("mine")

@@ -1,4 +1,4 @@
-"""Verification, enumerated in float64: the law of what verify() writes, and how many tokens it accepts.
+"""Verification, enumerated in float64: the law of the output of verify(), and the number of accepted tokens.
 
 Drafts and targets are random functions of the prefix, and so is where a draft ends: at a token (an end of
 sequence), at prefixes, or at its longest. verify() is called at both sides of every chance by which it

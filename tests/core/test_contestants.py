@@ -1,4 +1,4 @@
-"""Cactus and relaxed acceptance: each rule writes what the published procedure writes, token by token."""
+"""Cactus and relaxed acceptance: each rule has the output of the published procedure, token by token."""
 
 import dataclasses
 from functools import partial
@@ -111,7 +111,7 @@ def kernel(name, k, alpha, prompt, steps):
 
 @pytest.mark.parametrize("name", quick(("relaxed",), ("relaxed_ratio",), among=[("relaxed",)]))
 def test_relaxed_acceptance_is_the_libraries_greedy_loop(name):
-    """In one program a k, whatever alpha is."""
+    """In one program per k, for every alpha."""
     found, leniences = set(), np.array([0.0, 0.1, 0.2, 0.3, 0.5, 1.0])
     rows = len(leniences) * len(PROMPTS)
     for k in (1, TOP_K, VOCAB):
@@ -205,7 +205,7 @@ def test_the_joint_law(methods, alphas, options, rows):
 @pytest.mark.full
 @pytest.mark.parametrize("name,alpha", [("cactus", 0.1), ("relaxed", 0.2)])
 def test_the_law_of_adaptive_blocks(name, alpha):
-    """Blocks of up to 4 that end where more drafts are not worth their time."""
+    """Blocks of up to 4 that end early when more drafts do not pay off."""
     sampler = Adaptive(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHODS[name], 4, stop_below=0.5)
     result, which = decoded(sampler, tuple(TABLES[:2]), 200_000, PLAIN, [alpha])
     tokens = np.asarray(result.tokens)
@@ -254,7 +254,7 @@ def likeliest_of_q(scores, alpha):
 
 
 @pytest.mark.parametrize("bug", [one_residual, of_drafts])
-def test_a_wrong_cactus_is_seen(bug):
+def test_a_wrong_cactus_is_detected(bug):
     """By enumeration: of four tokens, a residual of the wrong scale differs too little for 200,000 texts."""
     wrong = []
     for delta in DELTAS[1:]:
@@ -265,7 +265,7 @@ def test_a_wrong_cactus_is_seen(bug):
 
 
 @pytest.mark.full
-def test_the_law_test_sees_a_wrong_cactus(monkeypatch):
+def test_the_law_test_detects_a_wrong_cactus(monkeypatch):
     monkeypatch.setitem(METHODS, "cactus", dataclasses.replace(METHODS["cactus"], target=of_drafts))
     assert p_value(["cactus"], [0.1], [2], rows=20_000) < FAIL_BELOW
 
@@ -279,7 +279,7 @@ def test_the_law_test_sees_a_wrong_cactus(monkeypatch):
         pytest.param(likeliest_of_q, 1.0, 1.0, id="likeliest_of_q"),
     ],
 )
-def test_the_law_test_sees_a_wrong_relaxed_acceptance(bug, alpha, temperature):
+def test_the_law_test_detects_a_wrong_relaxed_acceptance(bug, alpha, temperature):
     asked = {"rows": 40_000, "alpha": alpha, "temperature": temperature}
     right = METHODS["relaxed"].tuned(relaxed_top_k=TOP_K)
     assert relaxed_p_value("relaxed", right, **asked) > FAIL_BELOW

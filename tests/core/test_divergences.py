@@ -130,7 +130,7 @@ def test_kl_turns_into_lk():
 
 
 def test_the_blend_weighs_by_real_tokens():
-    """What padding holds does not move the weight."""
+    """Padding does not affect the weight."""
     target, draft = laws(6)
     mask = jnp.array([True, True, True, False])
     short = value("lk_hybrid", target[:3], draft[:3])
@@ -166,7 +166,7 @@ def test_float32_stays_finite(name):
             np.testing.assert_allclose([found, -slope[0, 7], slope[0, 9]], [300.0, 1.0, 1.0], rtol=1e-5)
 
 
-def test_half_of_the_laws_missing_is_finite_in_lk_alone():
+def test_only_lk_is_finite_if_the_drafter_lacks_tokens():
     """A drafter that cannot write some of the verifier's tokens has an infinite KL."""
     target, draft = laws(7, rows=1)
     short = jax.nn.log_softmax(draft.at[0, :2].set(-jnp.inf), axis=-1)

@@ -1,4 +1,4 @@
-"""The look-ahead rule: its law, which knows where in a round a position is, and its price."""
+"""The look-ahead rule: its law, which depends on the position in a round, and its price."""
 
 import dataclasses
 
@@ -76,8 +76,8 @@ def test_its_law_as_a_block(rows):
 
 
 @pytest.mark.full
-def test_positions_counted_from_the_end_are_seen():
-    """A planted bug: what is lost after a rejection, taken for what was drafted before it."""
+def test_positions_counted_from_the_end_are_detected():
+    """A planted bug: the tokens lost after a rejection are confused with those drafted before it."""
 
     def wrong(s, alpha):
         turned = Scores(*(x[:, ::-1] for x in s[:4]), s.greedy)
@@ -122,7 +122,7 @@ def test_prices_by_hand():
             np.testing.assert_array_equal(lookahead(j, 2, alpha, 0.5, 3.0, q, p, q, p), p if deferred else q)
 
 
-def test_at_no_price_it_is_diff():
+def test_without_a_price_it_is_diff():
     rng = np.random.default_rng(0)
     q, p = (jnp.asarray(rng.dirichlet(np.ones(5), (8, 4)), jnp.float32) for _ in range(2))
     scores = Scores(q, p, q, p, jnp.asarray(False))

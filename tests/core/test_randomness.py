@@ -1,4 +1,4 @@
-"""Random numbers: what they depend on, and how tokens are drawn by them."""
+"""Random numbers: what they depend on, and how tokens are drawn with them."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def test_noise_depends_on_key_role_and_position_only():
     assert len(np.unique(np.stack(table))) == 3 * 2 * 2 * 10
 
 
-def test_noise_of_rounds_depends_on_where_they_began_and_no_size():
+def test_noise_of_rounds_depends_on_where_they_began_and_not_on_sizes():
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
     table = noise(keys, ((5, 3), (5, 3), (5,)), length=6).levels
     smaller = noise(keys[1:], ((2, 2), (2, 2), (4,)), length=4).levels
@@ -44,7 +44,7 @@ def test_noise_of_rounds_depends_on_where_they_began_and_no_size():
     assert len(np.unique(numbers)) == len(numbers)
 
 
-def test_rows_by_position_have_their_positions_numbers():
+def test_rows_by_position_use_their_positions_numbers():
     """In a program that has rounds' numbers, too; a round finds them by its start and the offset."""
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
     mixed = noise(keys, ((4,), (4,)), length=8, by_round=jnp.array([False, True]))

@@ -1,4 +1,4 @@
-"""Rules and target distributions on numbers a person can check."""
+"""Rules and target distributions on numbers that can be checked by hand."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""What temperature and truncations make of logits, by hand and against the oracle in float64."""
+"""Temperature and truncations, checked by hand and against the float64 oracle."""
 
 import itertools
 
@@ -15,7 +15,7 @@ TEMPERATURES = 0.0, 0.6, 1.0, 2.5
 
 
 def test_the_oracle_knows_every_truncation():
-    """The laws that texts are held against are those of the table's entries, all of them."""
+    """The oracle of the law tests covers every entry of the table."""
     assert CUTS.keys() == TRUNCATIONS.keys()
     with pytest.raises(ValueError):
         transform(np.full(4, 0.25), 1.0, unknown=0.5)
@@ -67,7 +67,7 @@ def test_rows_have_options_of_their_own():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-46, 1e-40, 1e-37, 1.0, 3e38])
 def test_no_temperature_makes_nan(temperature):
-    """Whatever float32 makes of it, next to a token that can never be drawn."""
+    """For any float32 temperature, next to a token that can never be drawn."""
     logits = jnp.array([[30.0, 10.0, -jnp.inf, 29.0]])
     for probs in (
         token_probs(logits, SamplingOptions(temperature)),
@@ -78,7 +78,7 @@ def test_no_temperature_makes_nan(temperature):
 
 
 @pytest.mark.parametrize("mass", [1e-46, 1e-40, 1e-30])
-def test_a_mass_that_float32_takes_for_nothing_keeps_the_likeliest(mass):
+def test_a_mass_that_underflows_keeps_the_likeliest_token(mass):
     logits = jnp.array([[1.0, 3.0, 2.0]])
     for value in (mass, jnp.float32(mass)):
         probs = jax.jit(token_probs)(logits, SamplingOptions(1.0, top_p=value))

@@ -1,4 +1,4 @@
-"""How many drafted tokens are accepted, and the one that follows them: by hand, and by their law."""
+"""The number of accepted tokens and the token after them, checked by hand and by their law."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_verify_by_hand():
 
 @pytest.mark.parametrize("way", VERIFICATIONS.values(), ids=VERIFICATIONS)
 @pytest.mark.parametrize("size", [0, 1, 2])
-def test_what_is_emitted_follows_the_target(size, way):
+def test_emitted_tokens_follow_the_target(size, way):
     """Two drafted tokens at most, of which a row may hold fewer; pi differs from place to place. After a 0
     the second residual is another one without its weight."""
     rows, pi = 40_000, np.array([[0.4, 0.35, 0.25], [0.0, 0.5, 0.5], [0.1, 0.8, 0.1]], np.float32)

@@ -1,4 +1,4 @@
-"""What is read from the text of a compiled program, on one written by hand."""
+"""The analysis of a compiled program's text, on one written by hand."""
 
 import jax
 import jax.numpy as jnp

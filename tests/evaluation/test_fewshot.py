@@ -187,7 +187,7 @@ def test_a_damaged_example_is_refused_with_its_line(value, tmp_path):
     assert (refused.value.field, refused.value.value) == ("answers", value)
 
 
-def test_what_a_task_cannot_use_is_refused(tmp_path):
+def test_examples_that_a_task_cannot_use_are_refused(tmp_path):
     task = with_files("triviaqa", tmp_path)
     fixed = dataclasses.replace(task, fixed_shots=(1,))
     other = tmp_path / "none.jsonl"
@@ -251,7 +251,7 @@ def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
 
 
 def test_one_more_entry_is_all_that_a_task_takes(tmp_path, monkeypatch, capsys):
-    """It is decoded with its own files; what it needs is asked for by its name."""
+    """The task's own files are used; requirements are named."""
     missing = ["--task=capitals", "--drafter=/nowhere", "--verifier=/nowhere"]
     task = dataclasses.replace(with_files("triviaqa", tmp_path), name="capitals")
     monkeypatch.setitem(TASKS, "capitals", task)

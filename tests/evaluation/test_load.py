@@ -1,4 +1,4 @@
-"""What the load clients see of a server whose answers are known."""
+"""The measurements of load clients on a server with known answers."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def url():
     server.shutdown()
 
 
-def test_a_closed_loop_counts_every_fate(url):
+def test_a_closed_loop_counts_every_outcome(url):
     bodies = [{"prompt": prompt} for prompt in ["well"] * 12 + ["full"] * 3 + ["cut", "error"]]
     found = asyncio.run(closed_loop(url, bodies, clients=4))
     said = found.summary()

@@ -1,4 +1,4 @@
-"""The pictures of a sweep, by what must hold of every drawn figure."""
+"""Properties that every figure of a sweep must have."""
 
 import dataclasses
 from itertools import combinations
@@ -97,7 +97,7 @@ def test_names_are_legible(sweep, axis):
     checked(plots.page(SWEEPS[sweep], "bleu", axis))
 
 
-def test_the_laws_see_a_struck_name():
+def test_the_legibility_check_detects_an_overlapped_name():
     """The control: a name in a panel, struck by a leader, by a curve or by another name."""
     for strike in (
         lambda axes: axes.annotate("far", (0.2, 24), xytext=(0.9, 30), arrowprops={"arrowstyle": "-"}),
@@ -124,7 +124,7 @@ def test_labels_are_words_with_units():
 
 
 def test_the_lossless_point_is_seen_among_curves(tmp_path):
-    """One point, drawn last and large, with a name: where all curves meet it, too."""
+    """A single large point with a name, drawn last, is visible even where all curves meet."""
     curves = [
         result(name, alpha, 28.0 + 0.01 * alpha, 0.8 + 0.01 * alpha)
         for name in ("opt", "diff", "token_v3")
@@ -250,7 +250,7 @@ def test_the_curves_of_a_method_share_its_colour_and_marker():
 
 
 def test_no_two_methods_share_a_colour_or_a_marker():
-    """Whoever sees no colours reads the markers."""
+    """Markers distinguish the curves without colours."""
     looks = legend_of(CROWDED)
     methods = {name: look for name, look in looks.items() if not name.endswith("alone")}
     assert len(methods) == len(COMPARED) + 1

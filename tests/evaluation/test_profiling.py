@@ -1,4 +1,4 @@
-"""What parts and whole decodings are timed by."""
+"""The timing of parts and of whole decodings."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def begun(method, small, large, params, block_size=3):
 
 @pytest.mark.parametrize("method", ["speculative", "token_v3"])
 def test_a_round_is_repeated_at_one_position(method):
-    """However often it runs: the caches, the place and the room stay, so every round costs the same."""
+    """The caches, the position and the room do not change, so every repetition costs the same."""
     model, params = TableLM(4), (table(1, 4), table(2, 4))
     sampler, state = begun(method, model, model, params)
     part, arguments = round_part(sampler, params, state)
@@ -92,7 +92,7 @@ def test_every_part_takes_time():
         assert timing.low <= timing.median <= timing.high
 
 
-def test_nobody_is_always_first():
+def test_contestants_take_turns_to_go_first():
     order = []
 
     def contestant(name):

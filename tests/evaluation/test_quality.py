@@ -1,4 +1,4 @@
-"""Quality metrics: their statistics, intervals, and what references they take."""
+"""Quality metrics: their statistics, intervals and valid references."""
 
 import numpy as np
 import pytest
@@ -75,8 +75,8 @@ def test_references_of_another_kind_are_refused(metric, hypotheses, references, 
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_an_entry_says_what_is_so(metric):
-    """Its sums' number, its range, and whether an empty reference will do."""
+def test_a_metrics_entry_is_correct(metric):
+    """Its number of sums, its range, and whether it accepts an empty reference."""
     rows = metric.statistics(HYPOTHESES, TEXTS)
     assert rows.shape == (len(TEXTS), metric.sums) and METRICS[metric.name] is metric
     assert metric(["x y z w"], [["a b c d e"]]) < 10 <= metric.low + 10
@@ -89,7 +89,7 @@ def test_an_entry_says_what_is_so(metric):
         assert metric(["a"], [[""]]) == metric.low
 
 
-def test_what_bleu_cannot_use_is_known_before_anything_is_decoded():
+def test_references_that_bleu_cannot_use_are_refused_before_decoding():
     with pytest.raises(FieldError) as refused:
         check_references("bleu", [["a"], [""]])
     assert (refused.value.field, refused.value.value) == ("references", [""])

@@ -1,4 +1,4 @@
-"""Counts that fit each other, and those that do not."""
+"""Consistent and inconsistent counts."""
 
 import math
 

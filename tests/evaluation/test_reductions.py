@@ -1,4 +1,4 @@
-"""What is made of measurements, from measurements made by hand."""
+"""Figures computed from measurements made by hand."""
 
 import numpy as np
 import pytest
@@ -103,8 +103,8 @@ def test_noise_takes_no_lossless_point_out():
     assert kept == {"speculative"}
 
 
-def test_what_is_truncated_stands_against_the_plain_verifier():
-    """The verifier and the lossless cascade under a truncation are curves whose lenience it is."""
+def test_truncations_are_compared_with_the_plain_verifier():
+    """For the verifier and the lossless cascade, a truncation is the lenience of a curve."""
     points = grid(Settings(), ["opt", "speculative"], [0.1], [5], [0.0, 1.0], truncations=["top_p", "min_p"])
     cut = [p for p in points if p.top_p is not None or p.min_p is not None]
     assert all(p.temperature == 1 and p.method in ("verifier", "speculative") for p in cut)

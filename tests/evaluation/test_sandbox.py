@@ -1,4 +1,4 @@
-"""A program cannot forge its verdict, and reaches nothing outside; each end has a clear record."""
+"""A program can neither forge its verdict nor reach anything outside; each outcome is recorded clearly."""
 
 import contextlib
 import functools
@@ -128,7 +128,7 @@ def test_what_is_sent_as_an_answer_is_only_data(sandbox):
         assert '"passed"' not in verdict and status in (0, 139), (said[:50], status, verdict)
 
 
-def test_data_gets_across_and_all_else_is_refused():
+def test_only_plain_data_leaves_the_sandbox():
     value = [
         1,
         True,
@@ -263,8 +263,8 @@ def test_the_kernel_refuses_what_machine_code_asks(world):
     assert run_program(program, tests) == ("passed", "")
 
 
-def test_it_sees_no_secrets(sandbox, monkeypatch):
-    """No environment, and of the files Python and the libraries only."""
+def test_a_program_sees_no_secrets(sandbox, monkeypatch):
+    """No environment, and only the files of Python and the libraries."""
     monkeypatch.setenv("TOKEN", "secret-token")
     program = (
         "import os, sys\n"
@@ -305,8 +305,8 @@ def wait_until(happened, seconds):
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["out of time", "evaluator killed"])
-def test_nothing_of_it_is_left(killed, sandbox):
-    """The whole sandbox is dead when the time is over or the evaluator is, whatever signals are ignored."""
+def test_a_program_leaves_nothing_behind(killed, sandbox):
+    """The whole sandbox dies at the time limit or with the evaluator, even if it ignores signals."""
     mark = f"mark-{os.getpid()}-{time.time_ns()}"  # in bwrap's own environment
     deaf = (
         "import signal, time\nfor n in range(1, 30):\n  try: signal.signal(n, signal.SIG_IGN)\n"

@@ -1,4 +1,4 @@
-"""Sweeps measured on the toys: what is timed, compiled, resumed and refused."""
+"""Sweeps on toy models: timing, compilation, resumption and refusals."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def stopping(after):
 
 
 @pytest.mark.full
-def test_a_killed_sweep_goes_on(tmp_path):
+def test_a_killed_sweep_resumes(tmp_path):
     points = grid(BASE, ["token_v3", "sequence"], [0.2, 0.7], [2], [1.0])
     cascade = one_shape()
     whole = measure(cascade, points, tmp_path / "whole.jsonl")
@@ -165,7 +165,7 @@ def test_a_grid_holds_each_point_once():
         ({"methods": [""]}, "methods", ""),
     ],
 )
-def test_a_grid_of_nonsense_is_refused(change, field, value):
+def test_an_invalid_grid_is_refused(change, field, value):
     with pytest.raises(FieldError) as refused:
         grid(**{"base": BASE} | SMALL_GRID | change)
     assert (refused.value.field, refused.value.value) == (field, value)
@@ -191,7 +191,7 @@ def test_leniences_beyond_one_are_for_rules_without_a_bound():
     assert {p.alpha for p in grid(BASE, ["lossy"], [1.0], [2], [1.0])} == {0.0, 0.999}
 
 
-def test_a_grid_over_what_holds_after_a_marker_and_how_drafts_are_verified():
+def test_a_grid_over_leniences_after_a_marker_and_verifications():
     """A rule at every pair of leniences, a lossless one at none; in both ways to verify, as BiLD's scale and
     a baseline are not."""
     base = Settings(alpha_after={"x": 0.7, "y": 0.7})
@@ -255,11 +255,11 @@ def test_both_axes_are_measured(tmp_path):
     assert cascade.clock.compilations - before <= 4 * 4  # of batch 1: a model each, and two ways to verify
 
 
-def test_a_sweeps_one_stands_for_ten_where_the_entry_says_so():
+def test_a_sweep_scales_alphas_by_the_methods_scale():
     assert {p.alpha for p in grid(BASE, ["bild_star", "opt"], [0.2], [2], [0.0])} == {0.0, 2.0, 0.2}
 
 
-def test_leniences_are_finer_where_a_method_bends():
+def test_leniences_are_finer_where_a_method_changes_quickly():
     points = grid(BASE, ["token_v3", "opt"], None, [2, "adaptive"], [1.0])
     by_method = {name: sorted({p.alpha for p in points if p.method == name}) for name in ("token_v3", "opt")}
     assert len(by_method["opt"]) == 11 and sum(alpha > 0.9 for alpha in by_method["token_v3"]) == 6
@@ -277,7 +277,7 @@ def test_leniences_are_finer_where_a_method_bends():
         {"point": 3},
     ],
 )
-def test_a_whole_line_that_is_no_measurement_is_refused(tmp_path, damage):
+def test_a_complete_line_that_is_not_a_measurement_is_refused(tmp_path, damage):
     points, path = grid(BASE, ["token_v3"], [0.2], [2], [1.0])[:1], tmp_path / "quality.jsonl"
     cascade = one_shape()
     measure(cascade, points, path)
@@ -316,8 +316,8 @@ def test_a_latency_that_no_example_has_is_refused(tmp_path, damage):
     assert (refused.value.field, refused.value.value) == ("output", str(path))
 
 
-def test_a_sampler_of_the_configs_stands_in_a_sweep(tmp_path):
-    """By its name, as a method does: on a grid, and measured."""
+def test_a_sweep_includes_a_configs_sampler(tmp_path):
+    """By name, like a method, both on the grid and in measurements."""
 
     def alone(models):
         return Autoregressive(models[-1])

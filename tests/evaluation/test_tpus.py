@@ -1,4 +1,4 @@
-"""What TPU's own compiler makes of the decoding loop, at tiny shapes; skipped where it is not installed."""
+"""The decoding loop compiled by the TPU compiler at tiny shapes; skipped if that is not installed."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def devices():
 @pytest.mark.full(quick=["1-t5"])
 @pytest.mark.parametrize("family", PAIRS)
 @pytest.mark.parametrize("chips", [1, 4])
-def test_the_loop_waits_for_nobody_and_copies_no_cache(family, chips, devices):
+def test_the_loop_neither_waits_for_the_host_nor_copies_a_cache(family, chips, devices):
     pair = tpus.Pair(tpus.Shapes(*PAIRS[family], 24, 8, 2, devices=chips), devices)
     program = compiled.Program(pair.programs.run(1, 24).as_text())
     rounds = program.rounds.body
@@ -104,7 +104,7 @@ READERS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name,chips", [("head", 2), ("dflash", 1)])
-def test_what_the_verifier_leaves_is_read_where_it_is(name, chips, devices):
+def test_the_verifiers_states_are_read_in_place(name, chips, devices):
     """A head's features, keys and values, and a block drafter's: written and read in the loop without a copy,
     in one layout. One pass of a block drafter drafts."""
     sizes, drafter = READERS[name]
@@ -127,7 +127,7 @@ def test_what_the_verifier_leaves_is_read_where_it_is(name, chips, devices):
 
 
 def test_a_drafter_of_another_verifier_is_not_compiled(devices):
-    """Neither of another width nor of another kind."""
+    """Neither with another width nor of another kind."""
     for verifier in (dataclasses.replace(QWEN3_8B, **STATES | {"d_model": 128}, num_layers=8), T5):
         verifier = dataclasses.replace(verifier, vocab_size=512)
         with pytest.raises(ValueError, match=r"head of another verifier|head only drafts"):
@@ -231,7 +231,7 @@ def test_planted_faults_are_found(plant, kind, chips, family, devices):
     assert steps(family, chips, devices, plant)[kind]
 
 
-def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
+def test_the_command_reports_the_needs_of_a_pair(tmp_path, monkeypatch, capsys):
     """benchmark.py --tpu, from flags to tables and JSON lines."""
     monkeypatch.setattr(benchmark, "PRESETS", {"drafter": PAIRS["t5"][0], "verifier": PAIRS["t5"][1]})
     path, figures = tmp_path / "figures.jsonl", {}
@@ -271,7 +271,7 @@ def test_the_command_tells_what_a_pair_needs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_what_does_not_fit_is_told(devices):
+def test_a_program_that_does_not_fit_is_reported(devices):
     wide = dataclasses.replace(T5, vocab_size=2**26)  # 2 x 17 GB of 16
     [(title, found)] = tpus.figures(tpus.Pair(tpus.Shapes(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
     assert title.startswith("prefill, 1 of v5e:2x2") and not found["fits"] and "exceeds" in found["why"]

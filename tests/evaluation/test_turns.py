@@ -1,4 +1,4 @@
-"""Decoders of the same texts: what is measured once stays measured, and ratios are paired over texts."""
+"""Decoders of the same texts: measurements are kept, and ratios are paired over texts."""
 
 import dataclasses
 
@@ -80,7 +80,7 @@ def test_counts_are_sums_over_seeds_and_resume(tmp_path):
         np.testing.assert_array_equal(resumed[name], whole[name])
 
 
-def test_a_decoder_with_other_settings_is_counted_anew(tmp_path):
+def test_a_decoder_with_other_settings_is_counted_again(tmp_path):
     counts_in(tmp_path, Decoders())
     changed = {**RUNS, "2": dataclasses.replace(RUNS["2"], alpha=0.5)}
     again = Decoders()

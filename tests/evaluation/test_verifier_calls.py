@@ -1,4 +1,4 @@
-"""Expected calls of the verifier against those that decoding counts."""
+"""Expected verifier calls, compared with those counted in decoding."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_twice_the_calls_are_half_the_tokens_a_call():
 
 
 @pytest.mark.parametrize("rows", [[[0.5], [1.0, -0.1]], [[0.5]], [[0.5], [float("nan")]]])
-def test_what_is_no_ratio_is_refused(rows):
+def test_an_invalid_ratio_is_refused(rows):
     assert pad_ratios([[0.5], [1.0, 2.0]], 3, 2)[0].tolist() == [[0.5, 1, 1], [1, 2, 1]]
     with pytest.raises(ValueError):
         pad_ratios(rows, 3, 2)

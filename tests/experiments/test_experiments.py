@@ -1,4 +1,4 @@
-"""Every experiment from its settings to its tables and pictures, on decoders that are made by hand."""
+"""Every experiment from its settings to its tables and pictures, on decoders made by hand."""
 
 import dataclasses
 import itertools
@@ -217,7 +217,7 @@ def test_expected_calls_are_those_of_the_decodings(made_by_hand, tmp_path):
         assert {tuple(row[2:]) for row in result.tables["counted"]["rows"]} == {("9.00", "9.00")}
 
 
-def test_every_lenience_stands_before_and_after_the_marker():
+def test_every_pair_of_leniences_around_the_marker_is_measured():
     measurement = EXPERIMENTS["spans"].measurement
     points = [p for p in measurement.points() if p.name == "opt" and p.temperature == 1]
     spans = {(p.alpha, p.alpha_after[measurement.marker]) for p in points}
@@ -233,7 +233,7 @@ def test_every_page_of_results_has_an_experiment_or_is_excused():
     assert pages <= records | {*excused} and not records & ({*excused} - {"index"})
 
 
-def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
+def test_a_missing_requirement_is_reported_in_a_sentence(monkeypatch, tmp_path):
     run = DecodeConfig(drafter="runs/none", verifier="runs/none", task="demo_verifier", missing="Train it.")
     with pytest.raises(FieldError) as refused:
         findings.check_pair(run, "test")
@@ -248,7 +248,8 @@ def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
 
 
 def test_a_pick_is_checked_on_the_test_split(made_by_hand, tmp_path):
-    """The most lenient point at the verifier's quality: only alpha 0 has it. Its promise stands before it."""
+    """The most lenient point at the verifier's quality, which only alpha 0 reaches. Its figures on validation
+    precede those on test."""
     measurement, result = found("picks-demo", tmp_path, {**SMALL, "choices": None})
     rows = result.tables["demo"]["rows"]
     assert [row[6] for row in rows][:2] == ["verifier alone", "drafter alone"]

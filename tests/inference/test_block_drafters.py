@@ -1,4 +1,4 @@
-"""Drafters of several tokens at once, through the text API and the command line."""
+"""Drafters that write several tokens at once, in the text API and the commands."""
 
 import dataclasses
 
@@ -101,7 +101,7 @@ def test_what_such_a_drafter_cannot_do(cascade, options, field, value):
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
-def test_models_that_do_not_go_together(params, spiece):
+def test_incompatible_models_are_refused(params, spiece):
     drafter, verifier = NETWORK.members
     other = T5Model(T5)
     for models in ((drafter,), (drafter, other), (other, drafter, verifier)):
@@ -173,8 +173,8 @@ def test_a_plan_of_it(folder, tmp_path, capsys):
     assert output.tokens == alone.tokens
 
 
-def test_what_no_plan_is_made_of(cascade, params, spiece):
-    """Chains in which another model would take its verifier's place, and files for machines elsewhere."""
+def test_plans_that_a_block_drafter_cannot_join_are_refused(cascade, params, spiece):
+    """Chains that would separate it from its verifier, and acceptance files for other machines."""
     large = T5Model(dataclasses.replace(T5, num_decoder_layers=1))
     three = Cascade((*NETWORK.members, large), (*cascade.params, large.init(5)), Tokenizer(spiece), **LIMITS)
     arguments = plan.Arguments(configs.load("demo"), acceptance_to="a.json")

@@ -1,4 +1,4 @@
-"""Three models and one through the text API: the array level's laws are in tests/core."""
+"""Three models and one in the text API. The law tests are in tests/core."""
 
 import dataclasses
 
@@ -82,7 +82,7 @@ def test_levels_of_a_pair_and_of_one_model(pair):
 
 
 @pytest.mark.full
-def test_one_value_stands_for_all_levels(three):
+def test_one_value_applies_to_all_levels(three):
     each = tokens(three, method=("opt", "opt"), alpha=(0.3, 0.3), block_size=(3, 3), temperature=1.0)
     assert each == tokens(three, method="opt", alpha=0.3, block_size=3, temperature=1.0)
     assert each == tokens(three, method="opt+opt", alpha=0.3, block_size=3, temperature=1.0)
@@ -135,7 +135,7 @@ def test_one_model_is_a_cascade_of_one(pair, t5_pair):
         ({"block_size": "adaptive"}, "block_size", "adaptive"),
     ],
 )
-def test_values_that_fit_no_hierarchy(three, options, field, value):
+def test_values_that_do_not_match_the_levels_are_refused(three, options, field, value):
     with pytest.raises(FieldError) as refused:
         three.generate(SENTENCES, **options)
     assert (refused.value.field, refused.value.value) == (field, value)
@@ -148,7 +148,7 @@ def test_rules_need_two_models(t5_pair):
     assert (refused.value.field, refused.value.value) == ("method", "opt")
 
 
-def test_models_that_do_not_go_together(t5_pair):
+def test_incompatible_models_are_refused(t5_pair):
     def refused(work):
         with pytest.raises(FieldError) as error:
             work()
@@ -253,7 +253,7 @@ def test_a_drafter_that_reads_states(spiece):
     assert found[0, 1] == pytest.approx(overlap, abs=1e-5)
 
 
-def test_members_stand_in_their_order(spiece):
+def test_members_must_be_in_order(spiece):
     network = NETWORKS["exits"]
     params, other, (small, middle, full) = object(), object(), network.members
     for models, held, said in (

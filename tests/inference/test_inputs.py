@@ -1,4 +1,4 @@
-"""Texts from files: what is no text is refused with its line, before anything is decoded."""
+"""Texts from files: invalid ones are refused with their line before anything is decoded."""
 
 import gzip
 import io
@@ -15,7 +15,7 @@ TEXTS = ["eins", "", "zwei\u2028drei", "\ufeffvier"]
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "marked"])
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["", "gz"])
 def test_a_byte_order_mark_is_no_part_of_the_text(mark, packed, tmp_path):
-    """Only the first one: anywhere else it is a character."""
+    """Only at the beginning: anywhere else it is a character."""
     end = ".gz" if packed is gzip.compress else ""
     plain, objects = tmp_path / f"in.txt{end}", tmp_path / f"in.jsonl{end}"
     plain.write_bytes(packed(mark + "\r\n".join(TEXTS).encode()))
@@ -89,7 +89,7 @@ class Endless(io.RawIOBase):
 
 
 def test_no_more_of_a_file_is_read_than_is_wanted(monkeypatch):
-    """Of a file that unpacks to six gigabytes the first line took all of them."""
+    """A file that unpacks to six gigabytes used to be read entirely for its first line."""
     monkeypatch.setattr(inputs, "_opened", lambda path: io.BufferedReader(Endless(b"a line of it\n")))
     assert read_texts("in.txt", limit=2) == ["a line of it"] * 2
     endless = Endless(b"\n")
@@ -113,14 +113,14 @@ def test_a_line_has_a_longest_length(name, tmp_path, monkeypatch):
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
-    """However long it is, no more of it is read than a line may have."""
+    """However long the line is, no more than the largest line is read."""
     monkeypatch.setattr(inputs, "LONGEST_LINE", 1000)
     monkeypatch.setattr(inputs, "_opened", lambda path: io.BufferedReader(Endless(b"x")))
     with pytest.raises(ValueError, match=r"in.txt, line 1: "):
         read_texts("in.txt")
 
 
-def test_what_utf8_cannot_hold_is_no_text():
+def test_texts_that_utf8_cannot_encode_are_refused():
     assert check_text("Grüße \U0001f600", "it") == "Grüße \U0001f600"
     for bad in ("\udcff", "a\ud83d", None, 1, b"a"):
         with pytest.raises(ValueError, match=r"^it "):

@@ -1,4 +1,4 @@
-"""What rules read besides alpha, from settings to texts: rows of one batch with other values of it."""
+"""The knobs of rules, from settings to texts, with different values in one batch."""
 
 import dataclasses
 

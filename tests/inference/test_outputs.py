@@ -1,4 +1,4 @@
-"""Output files: gone on with where a kill stopped them, one writer at a time, nothing lost or mixed."""
+"""Output files: resumed after a kill, with one writer at a time, and nothing lost or mixed."""
 
 import dataclasses
 import json
@@ -64,8 +64,8 @@ FOREIGN = {
 
 @pytest.mark.parametrize("case", FOREIGN)
 @pytest.mark.parametrize("empty", [False, True], ids=["no output", "an empty output"])
-def test_somebody_elses_settings_are_kept(case, empty, path):
-    """What stands where the settings go, and is none of ours, is not written over."""
+def test_other_files_in_the_settings_place_are_kept(case, empty, path):
+    """A foreign file in place of the settings is not overwritten."""
     if empty:
         path.write_bytes(b"")
     settings_file(path).write_bytes(FOREIGN[case] or b"{")
@@ -81,7 +81,7 @@ def test_somebody_elses_settings_are_kept(case, empty, path):
 
 
 def test_an_error_before_the_first_line_leaves_no_file(path):
-    """But a file of before, an empty one too, stays; and so does one with a line."""
+    """But an earlier file, even an empty one, is kept, and so is one with a line."""
 
     def fails(lines):
         with pytest.raises(RuntimeError):
@@ -139,7 +139,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_whole_line_that_is_damaged_is_refused(case, path):
-    """Also with a half line after it: nothing is cut off before all is known to be right."""
+    """Also with a partial line after it: nothing is cut off before everything has been checked."""
     write(path)
     first, *rest = path.read_text().split("\n")
     path.write_text("\n".join([json.dumps(DAMAGE[case](json.loads(first))), *rest]) + '{"half')
@@ -151,7 +151,7 @@ def test_a_whole_line_that_is_damaged_is_refused(case, path):
     [b"", b"{", b"\xff{}", b"[" * 100_000, b"1" * 5000],
     ids=["empty", "json", "utf-8", "deep", "long"],
 )
-def test_a_whole_line_that_is_no_json_is_refused(line, path):
+def test_a_complete_line_that_is_not_json_is_refused(line, path):
     write(path)
     path.write_bytes(path.read_bytes() + line + b"\n")
     refused(path, "out.jsonl, line 4: .*choose another --output")
@@ -183,7 +183,7 @@ def test_results_of_other_settings_are_never_mixed_in(path):
     assert write(path, settings={"alpha": 2}) == []
 
 
-def test_the_file_of_someone_else_is_left_alone(path):
+def test_unrelated_files_are_left_alone(path):
     path.write_bytes(b"my notes\nno line end")
     refused(path, "exists without out.jsonl.settings.json")
 
@@ -236,8 +236,8 @@ def test_a_second_process_is_refused_until_the_first_is_dead(path):
     assert write(path) == []  # the dead hold no locks
 
 
-def test_a_lock_is_on_the_file_that_bears_the_name(path, monkeypatch):
-    """Another process may have moved the file away between its opening and its locking."""
+def test_the_lock_is_on_the_file_with_that_name(path, monkeypatch):
+    """Another process may move the file between opening and locking."""
     first = OutputFile(path)
     real, moved = os.open, path.with_name("moved")
 
@@ -273,7 +273,7 @@ for work in (lambda: [file.add({"n": n}) for n in range(len(lines), 100)],
 
 
 def test_a_full_disk_is_named_and_loses_no_line(path, tmp_path):
-    """A limit on the size of files stops a write in its middle, as a full disk does."""
+    """A limit on file sizes stops a write in the middle, like a full disk."""
     whole = tmp_path / "summary.json"
     whole.write_text("before")
 

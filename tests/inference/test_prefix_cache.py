@@ -1,4 +1,4 @@
-"""Files whose texts begin alike: the same outputs, whatever is read once."""
+"""Files whose texts share prefixes have the same outputs with and without the cache."""
 
 from collections import Counter
 
@@ -86,7 +86,7 @@ def test_outputs_are_those_without_the_cache(batch_size, make, small_chunks, cal
 
 
 @pytest.mark.full
-def test_what_one_method_has_read_another_finds(make, small_chunks, called):
+def test_methods_share_the_prefix_cache(make, small_chunks, called):
     plain, cascade = make(0), make(10**6)
     for number, method in enumerate(("opt", "verifier", "drafter")):
         expected = list(plain.generate(TEXTS, method=method, temperature=1.0, batch_size=3))
@@ -96,7 +96,7 @@ def test_what_one_method_has_read_another_finds(make, small_chunks, called):
 
 
 def test_another_instruction_finds_nothing(make, small_chunks, called):
-    """The texts are the same, what is put before them is not."""
+    """The texts are the same, but their prefix differs."""
     bodies = ["0120120" + "012"[n % 3] for n in range(6)]
     cascade = make(10**6)
     for prefix in ("2101", "1210", "2101"):

@@ -1,4 +1,4 @@
-"""What long work says where its output is no terminal."""
+"""Progress messages if the output is not a terminal."""
 
 import io
 
@@ -8,7 +8,7 @@ from speccascade_jax.inference import progress
 from speccascade_jax.inference.progress import duration, line, track
 
 
-def test_a_line_now_and_then(monkeypatch):
+def test_an_occasional_line_without_a_terminal(monkeypatch):
     clock = iter(range(0, 1000, 9))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     screen = Console(file=io.StringIO(), width=20)
@@ -18,13 +18,13 @@ def test_a_line_now_and_then(monkeypatch):
     assert [text.split(",")[0] for text in said] == [f"decoding: {n} of 15" for n in (8, 11, 14)]
 
 
-def test_nothing_is_said_of_short_work_or_where_it_is_told_to_be_quiet():
+def test_short_or_quiet_work_shows_no_progress():
     screen = Console(file=io.StringIO())
     assert list(track([1, 2], "x", console=screen)) == [1, 2]
     assert list(track(iter([1, 2]), "x", console=screen, disable=True)) == [1, 2]
     assert screen.file.getvalue() == ""
 
 
-def test_times_are_for_people():
+def test_times_are_readable():
     assert [duration(s) for s in (5, 89, 600, 12_000)] == ["5 s", "89 s", "10 min", "3 h 20 min"]
     assert line("x", 3, None, 1.0) == "x: 3 done"

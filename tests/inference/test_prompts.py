@@ -49,7 +49,7 @@ def test_suffix_and_prefix_are_the_template(gemma_pair):
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_sequences_end_outputs_early(temperature, gemma_pair):
-    """The same tokens as without, cut; rows that stopped are not decoded on."""
+    """The same tokens as without them, cut; stopped rows are not decoded further."""
     free = load(gemma_pair)
     options = {"method": "opt", "alpha": 0.2, "temperature": temperature, "block_size": 3}
     whole = list(free.generate(PROMPTS, **options))

@@ -1,4 +1,4 @@
-"""Whatever is a sampler stands where a method's name does: in generate() and in a config."""
+"""A sampler object can be used in place of a method's name, in generate() and in a config."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def test_rows_of_a_batch_may_differ_in_it(cascade):
 
 
 def test_models_of_one_shape_keep_their_parameters(cascade):
-    """One object twice, with other parameters: which of the two a sampler means is told by the object."""
+    """Two models with different parameters are distinguished as objects, even if they are equal."""
     model = cascade.verifier
     twice = Cascade((model, model), cascade.params, cascade.tokenizer, **LIMITS)
     for place, name in enumerate(("drafter", "verifier")):
@@ -101,7 +101,7 @@ def own(cascade, *ways):
 
 
 @pytest.mark.parametrize("ways", [(), (TOKEN,)])
-def test_a_way_to_verify_that_it_lacks_is_refused(cascade, ways):
+def test_a_verification_that_it_lacks_is_refused(cascade, ways):
     """Before models are loaded if it is an object, and with them if it is made of them."""
     sampler = own(cascade, *ways) if ways else Autoregressive(cascade.verifier)
     settings = Settings(method=sampler, verification="block")
@@ -196,7 +196,7 @@ def test_a_new_way_to_draft_is_an_entry(cascade, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["verifier", 3, None])
-def test_what_does_not_decode_is_refused(value):
+def test_an_object_that_cannot_decode_is_refused(value):
     with pytest.raises(FieldError) as refused:
         named({"mine": value})
     assert (refused.value.field, refused.value.value) == ("samplers", value)
@@ -268,7 +268,7 @@ def test_a_config_holds_a_rule(holding, cascade):
     assert dataclasses.replace(holding, method=NAMED["opt"]).method == "opt"
 
 
-def test_a_configs_rule_stands_in_a_sweep_and_next_to_plans(holding):
+def test_a_configs_rule_is_swept_and_timed_next_to_plans(holding):
     """At every block size and lenience, as the rules of the table do. No plan is lossy."""
     known = {**NAMED, **named(holding.samplers)}
     points = grid(holding.settings, ["margin"], [0.1, 0.5], [2, 3], [1.0], known=known)[2:]

@@ -1,4 +1,4 @@
-"""Scores found afterwards: their sums are the logarithms of the enumerated law."""
+"""Scores computed afterwards: their sums are the logarithms of the enumerated law."""
 
 import numpy as np
 import pytest

@@ -168,7 +168,7 @@ def test_served_texts_are_those_of_generate(served):
     ],
     ids=str,
 )
-def test_what_is_no_span_is_refused_with_its_field(served, value):
+def test_an_invalid_span_is_refused_with_its_field(served, value):
     status, answer, _ = ask(served[1], {"prompt": "201", "alpha_after": value})
     assert (status, answer["error"]["param"]) == (400, "alpha_after"), answer
 

@@ -115,7 +115,7 @@ print(json.dumps([outputs, list(cascade.stream(texts[0], **options))[-1]]))
 
 @pytest.mark.full
 def test_eight_devices_decode_as_one(t5_pair, cascade):
-    """And no device waits for another's rows: their programs exchange nothing."""
+    """No device waits for another's rows, because their programs exchange nothing."""
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]  # 36: the last batch is not full
     options = {"method": "token_v3", "alpha": 0.2, "block_size": 3, "temperature": 0.8, "batch_size": 2}
     done = subprocess.run(
@@ -151,8 +151,8 @@ def test_a_sweep_compiles_once(cascade):
 
 
 @pytest.mark.full
-def test_programs_longest_out_of_use_make_room(cascade, monkeypatch):
-    """On CPUs every program takes memory maps, and the process dies where there are no more."""
+def test_the_least_recently_used_programs_are_dropped(cascade, monkeypatch):
+    """On CPUs every program takes memory maps, and the process dies when they run out."""
     asked = [("verifier", "chow"), ("verifier", "chow", "verifier", "opt")]
     kept = {}
     for limit, methods in zip((3, 2), asked, strict=True):
@@ -212,7 +212,7 @@ def law_of(output):
 @pytest.mark.full
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_batch_of_unlike_requests_writes_what_each_writes_alone(cascade, batch_size):
-    """Whatever its neighbours' methods, leniences, options, limits and stop sequences."""
+    """Whatever the methods, leniences, options, limits and stop sequences of its neighbours."""
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
     settings = [UNLIKE[n % len(UNLIKE)] for n in range(len(texts))]
     together = list(cascade.generate(texts, settings, batch_size=batch_size))
@@ -251,7 +251,7 @@ def test_a_method_object_is_a_method(cascade):
         ({"stop": ("a", "")}, "stop", ("a", "")),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_decoded(cascade, given, field, value):
+def test_invalid_settings_are_refused_before_decoding(cascade, given, field, value):
     with pytest.raises(FieldError) as refused:
         list(cascade.generate(**{"texts": SENTENCES, **given}))
     assert (refused.value.field, refused.value.value) == (field, value)
@@ -283,7 +283,7 @@ def test_values_of_a_wrong_type_are_refused(t5_pair):
 
 
 @pytest.mark.full
-def test_what_no_memory_holds_is_refused_with_its_size(t5_pair):
+def test_a_batch_that_exceeds_memory_is_refused_with_its_size(t5_pair):
     long = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=2**17)
     with pytest.raises(FieldError) as refused:
         list(long.generate(["the cat"] * 1024, batch_size=1024))
@@ -310,7 +310,7 @@ def test_from_pretrained_is_load(t5_pair, cascade, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 32, 80, 1000, 2**12, 2**17])
 def test_a_short_text_has_short_buffers(cascade, limit):
-    """Whatever the limit: few widths are compiled, each text fits its own, and none is twice as long."""
+    """For any limit: few widths are compiled, each text fits its width, and no width is twice its length."""
     longer = dataclasses.replace(cascade, max_source_length=limit)
     widths = [longer.bucket(n) for n in range(1, limit + 1)]
     assert widths == sorted(widths) and widths[-1] == limit and len(set(widths)) <= 16

@@ -57,7 +57,7 @@ def test_a_stream_as_a_block_ends_with_the_text_of_generate():
             assert by_token.tokens == output.tokens
 
 
-def test_an_unknown_way_is_refused():
+def test_an_unknown_verification_is_refused():
     with pytest.raises(FieldError) as error:
         Settings(verification="whole").check()
     assert (error.value.field, error.value.value) == ("verification", "whole")

@@ -1,4 +1,4 @@
-"""Methods that learn: their law, what they learn, their files, and what is refused."""
+"""Learned rules: their law, their training, their files, and refusals."""
 
 import dataclasses
 import json
@@ -72,7 +72,7 @@ def by_hand(weights, reads=lambda q, p, qs, ps: (q, p), mixes=False):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_is_trained_follows_its_law(name, rows):
+def test_a_trained_method_follows_its_law(name, rows):
     """Its decisions read the models' own distributions; with transformed ones the law is another."""
     mixes = name == "learned_mixture"
     weights = WEIGHTS._replace(out=6 * WEIGHTS.out) if mixes else WEIGHTS  # far from mixture
@@ -245,7 +245,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_numbers_and_shapes_of_nonsense_are_refused(case, tmp_path, recwarn):
+def test_invalid_numbers_and_shapes_are_refused(case, tmp_path, recwarn):
     path = tmp_path / "router.json"
     path.write_text(json.dumps({**json.loads(learned_rules.described(WEIGHTS)), **NONSENSE[case]}))
     refuses(path)
@@ -259,13 +259,13 @@ def refuses(path):
 
 
 @pytest.mark.parametrize("instead", [name for name in INSTEAD if name != "an endless device"])
-def test_what_is_no_routers_file_is_refused(instead, tmp_path):
-    """A pipe hangs no reader, and a sparse terabyte takes no memory."""
+def test_a_file_that_is_no_router_is_refused(instead, tmp_path):
+    """A pipe does not hang the reader, and a sparse terabyte takes no memory."""
     INSTEAD[instead](tmp_path / "router.json")
     refuses(tmp_path / "router.json")
 
 
-def test_a_router_that_cannot_be_is_refused(tmp_path):
+def test_an_invalid_router_is_refused(tmp_path):
     for path in (tmp_path / "none.json", "/dev/zero", "a\0b", "\ud800", "x" * 5000):
         refuses(path)
 
@@ -370,7 +370,7 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
         {"places": 3, "method": "learned_mixture"},
     ],
 )
-def test_configs_of_nonsense_are_refused(change):
+def test_invalid_configs_are_refused(change):
     with pytest.raises(FieldError) as error:
         dataclasses.replace(LearnedRuleConfig("toy", "toy.json", "toy"), **change).check()
     field, value = next(iter(change.items()))

@@ -1,4 +1,4 @@
-"""Predictions against simulations of what they predict, the planner against trying every plan."""
+"""Predictions compared with simulations, and the planner with trying every plan."""
 
 import dataclasses
 import itertools
@@ -176,8 +176,8 @@ def test_texts_end(acceptances, sizes, hand_over, full):
 @pytest.mark.parametrize("hand_over", HAND_OVER)
 @pytest.mark.parametrize("sizes", [(2, 4), (3, 2, 4)])
 def test_speculative_sampling(sizes, hand_over, full):
-    """A token's acceptances at two levels depend on each other. `truncate` and `need` are exact all the same;
-    `keep` may be off by 3% (at most 1.5% was seen)."""
+    """A token's acceptances at two levels depend on each other. `truncate` and `need` are still exact; `keep`
+    may be off by 3% (at most 1.5% was observed)."""
     rng = np.random.default_rng(3)
     final = rng.dirichlet(np.ones(6))
     laws = [final + 0.35 * (len(sizes) - i) * rng.dirichlet(np.ones(6)) for i in range(len(sizes) + 1)]
@@ -321,7 +321,7 @@ def test_best_under_keep(full):
 
 
 def test_need_wants_other_plans_than_truncate():
-    """Why `need` has a search of its own: the best plan for `truncate` is not always its best."""
+    """`need` has its own search because the best plan for `truncate` is not always its best."""
     worse = 0
     for seed in range(30):
         models = candidates(np.random.default_rng(seed), 4, 10, flat=True)
@@ -349,7 +349,7 @@ def test_bad_drafters_are_left_out(hand_over):
 
 @pytest.mark.parametrize("texts", [False, True])
 def test_eighty_models(texts):
-    """Under a second of one core; 0.1 to 0.4 s where it was written."""
+    """Under a second on one core (0.1 to 0.4 s when it was written)."""
     models = candidates(np.random.default_rng(0), 80, 16)
     if texts:
         models = dataclasses.replace(
@@ -403,14 +403,14 @@ def test_triangle_violations():
         ({"besides": np.diag([-1.0, -1.0], 1)}, "besides", [[0, -1, 0], [0, 0, -1], [0, 0, 0]]),
     ],
 )
-def test_what_cannot_be_measured(changed, field, value):
+def test_invalid_measurements_are_refused(changed, field, value):
     fine = {"names": ("a", "b", "c"), "call_seconds": np.ones((3, 9)), "acceptance": np.ones((3, 3))}
     with pytest.raises(FieldError) as refused:
         Candidates(**{**fine, **changed})
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
-def test_what_is_not_read_may_be_anything():
+def test_ignored_entries_may_have_any_value():
     seconds, acceptance = np.ones((3, 9)), np.triu(np.full((3, 3), 0.5), 1)
     plan = best(Candidates(("a", "b", "c"), seconds, acceptance), 7)
     seconds[:, 0], acceptance[np.tril_indices(3)] = np.nan, np.nan
@@ -437,7 +437,7 @@ def test_what_is_not_read_may_be_anything():
         (lambda m: renewal(0.5, 1, -2), "m", -2),
     ],
 )
-def test_what_cannot_be_predicted(call, field, value):
+def test_invalid_plan_arguments_are_refused(call, field, value):
     with pytest.raises(FieldError) as refused:
         call(chain((0.5, 0.5), timed=9))
     assert (refused.value.field, refused.value.value) == (field, value)

@@ -1,4 +1,4 @@
-"""What plans expect of drafters that read their verifier, against the rounds that were run."""
+"""Plans of drafters that read their verifier, compared with actual rounds."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Expected calls along texts against rounds that are enumerated, by each way to verify.
+"""Expected calls on texts, compared with enumerated rounds, for each verification.
 
 Drafts and targets are random functions of the last two tokens; token 0 ends a text.
 """
@@ -124,7 +124,7 @@ def test_expected_calls_are_those_of_the_rounds(way, sizes):
 
 
 def test_blocks_take_fewer_calls():
-    """So the two ways are told apart."""
+    """So the two verifications are distinguished."""
     fewer = []
     for seed in range(20):
         by_token, by_block = (runs_of(Pair(seed), way, 3)[0] for way in (TOKEN.name, BLOCK.name))
@@ -134,7 +134,7 @@ def test_blocks_take_fewer_calls():
 
 
 def test_ratios_of_any_size():
-    """Sums of logarithms: products of these ratios are no numbers."""
+    """Sums of logarithms, because products of these ratios overflow."""
     ratios = np.array([[1e300, 1e300, 0.0, 1e300], [0.5, 4.0, 0.5, 1e-300]])
     np.testing.assert_allclose(BLOCK.standing(ratios), [[1, 1, 1, 0, 0], [1, 0.5, 0.5, 0.5, 1e-300]])
     np.testing.assert_allclose(TOKEN.standing(ratios), [[1, 1, 1, 0, 0], [1, 0.5, 0.5, 0.25, 2.5e-301]])

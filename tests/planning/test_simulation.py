@@ -1,4 +1,4 @@
-"""The simulated server against queues whose laws are known, and against the real scheduler."""
+"""The simulated server, compared with queues of known laws and with the real scheduler."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
 
 
 def test_a_queue_that_only_begins_to_grow_is_no_plan():
-    """A little more than one server bears: few requests wait before the simulation ends."""
+    """Slightly more load than one server can handle: few requests wait before the simulation ends."""
     server, (tokens, rounds) = SimulatedServer(4, 0.01, 0.002, queue=10_000), texts(500, 10)
     rate = 1.02 / (10 * 0.01 / 4 + 0.002)
     assert server.load(rounds, rate) == pytest.approx(1.02)
@@ -82,13 +82,13 @@ def test_a_queue_that_only_begins_to_grow_is_no_plan():
     ("field", "value"),
     [("rows", 0), ("queue", -1), ("rounds", 0), ("round_seconds", 0.0), ("prompt_seconds", -1.0)],
 )
-def test_a_server_that_cannot_be_is_refused(field, value):
+def test_an_invalid_server_is_refused(field, value):
     with pytest.raises(FieldError) as refused:
         SimulatedServer(**{"rows": 1, "round_seconds": 1.0, "prompt_seconds": 0.0, "queue": 1, field: value})
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
-def test_requests_that_cannot_be_are_refused():
+def test_invalid_requests_are_refused():
     server, one = SimulatedServer(1, 1.0, 0.0, 1), np.ones(1, int)
     for field, arguments in (
         ("rounds", (one, np.zeros(1, int), 1.0)),

@@ -1,4 +1,4 @@
-"""Blocks that follow the load: what is chosen, and that nobody's text suffers from it."""
+"""Block sizes that follow the load: which are chosen, and that texts keep their law."""
 
 import dataclasses
 import random
@@ -37,7 +37,7 @@ def rounds(rate, limits, count, seed=0):
     return Seen(histogram, emitted, np.array(limits))
 
 
-def test_tokens_of_a_round_are_those_of_what_was_seen():
+def test_expected_tokens_follow_the_observed_rounds():
     expected = [sum(0.5**j for j in range(n + 1)) for n in range(max(SIZES) + 1)]
     acceptance = Acceptance(max(SIZES))
     assert acceptance.tokens()[1] == 1 + ACCEPTANCE
@@ -46,15 +46,15 @@ def test_tokens_of_a_round_are_those_of_what_was_seen():
     assert np.allclose(acceptance.tokens(), expected, atol=0.08)
 
 
-def test_what_no_round_has_tested_is_as_the_position_before():
+def test_untested_positions_inherit_the_position_before():
     acceptance = Acceptance(max(SIZES))
     for seed in range(20):
         acceptance.learn(rounds(0.3, [1], 100, seed))
     assert np.allclose(acceptance.tokens(), [1, 1.3, 1.39, 1.417], atol=0.04)
 
 
-def test_what_was_seen_is_forgotten():
-    """Where nothing is drafted, a server tries again in the end, for other texts may have come."""
+def test_old_observations_are_forgotten():
+    """A server that no longer drafts eventually tries again, because the texts may have changed."""
     acceptance = Acceptance(max(SIZES))
     for seed in range(20):
         acceptance.learn(rounds(0.1, [3], 100, seed))
@@ -68,7 +68,7 @@ def test_what_was_seen_is_forgotten():
     "seconds,size",
     [({0: 1.0, 1: 1.1, 3: 1.2}, 3), ({0: 1.0, 1: 1.2, 3: 3.0}, 1), ({0: 1.0, 1: 2.0, 3: 4.0}, 0)],
 )
-def test_the_size_of_most_tokens_a_second_is_chosen(seconds, size):
+def test_the_size_with_the_most_tokens_per_second_is_chosen(seconds, size):
     """Of as many rows as run; what was measured of other programs does not matter."""
     blocks = Blocks(SIZES)
     blocks.seconds = {"this": seconds, "other": {0: 9.0, 1: 1.0, 3: 9.0}}
@@ -204,8 +204,8 @@ def test_a_row_that_keeps_its_size_writes_what_it_writes_alone(cascade):
     )
 
 
-def test_no_rule_is_decoded_by_its_verifier_alone(cascade):
-    """Its law needs the drafter's at each position."""
+def test_a_lossy_rule_is_never_decoded_by_the_verifier_alone(cascade):
+    """Its law needs the drafter's at every position."""
     lane = lane_of(cascade, Settings(method="opt", alpha=0.1, block_size=3))
     scheduler = cascade.steady_scheduler(lane.plan, lane.params, 2, 16)
     scheduler.measure(Settings(method="opt", alpha=0.1, block_size=3), scheduler.widths[:1], (True,))

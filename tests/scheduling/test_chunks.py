@@ -1,4 +1,4 @@
-"""Prompts read chunk by chunk: the same tokens, and rows that run wait for one chunk at a time."""
+"""Prompts read in chunks: the same tokens, and running rows wait for at most one chunk."""
 
 import dataclasses
 

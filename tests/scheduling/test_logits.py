@@ -1,4 +1,4 @@
-"""Logits that are not numbers end the request they are of, and no other."""
+"""NaN logits end their own request and no other."""
 
 import numpy as np
 import pytest

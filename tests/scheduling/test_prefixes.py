@@ -1,4 +1,4 @@
-"""Prompts read once: whatever was kept, found in part or evicted, each row writes what it writes alone."""
+"""The prefix cache: whatever is kept, partly found or evicted, each row writes the same as alone."""
 
 import dataclasses
 import itertools
@@ -66,7 +66,7 @@ def test_the_last_token_of_a_prompt_is_in_no_block():
             assert [token for block in whole for token in block] == list(range(len(whole) * size))
 
 
-def test_the_cache_keeps_to_its_bytes_whatever_is_added():
+def test_the_cache_never_exceeds_its_bytes():
     """10,000 prompts by three owners, read from the beginning or from what was found."""
     draw, kept = np.random.default_rng(0), PrefixCache(3000)
     shape, segment = jax.ShapeDtypeStruct((), jnp.int32), {}
@@ -129,7 +129,7 @@ def programs_of(sampler, params, mesh=None, prefixes=None, **fields):
     return Programs(plan, params, mesh, Clock(), prefixes)
 
 
-def test_memory_for_what_is_kept_is_reserved(monkeypatch):
+def test_memory_for_the_cache_is_reserved(monkeypatch):
     """But for what the cache holds already, and not where the models keep nothing."""
     monkeypatch.setattr(programs_module, "free_memory", lambda: 500_000)  # far more than the rows need
     kept, toy = PrefixCache(10**6), Speculative(Autoregressive(TableLM(97)), TableLM(97), METHODS["opt"], 3)
@@ -214,12 +214,12 @@ def check_that_rows_write_the_same(case, monkeypatch):
     assert cached[::-1] == [(len(one.tokens) - 1) // CHUNK * CHUNK for one in case.asked]
 
 
-def test_a_row_writes_the_same_whatever_is_kept(toys, monkeypatch):
+def test_a_rows_text_does_not_depend_on_the_cache(toys, monkeypatch):
     check_that_rows_write_the_same(toys, monkeypatch)
 
 
 @pytest.mark.full
-def test_rows_of_a_hierarchy_write_the_same_whatever_is_kept(monkeypatch):
+def test_texts_of_a_hierarchy_do_not_depend_on_the_cache(monkeypatch):
     check_that_rows_write_the_same(Case(*hierarchy(), requests_like(16, 2)), monkeypatch)
 
 
@@ -326,7 +326,7 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_what_the_prompts_of_a_file_begin_with_is_read_once(rows, small_chunks, monkeypatch):
+def test_shared_prefixes_of_a_file_are_read_once(rows, small_chunks, monkeypatch):
     sampler, params = pair()
     head = np.random.default_rng(4).integers(3, 90, 22).tolist()
     asked = [Request([*head, 3 + n, *range(20, 30 + n)], HOW, n) for n in range(8)]
@@ -397,7 +397,7 @@ print(programs.devices)
 
 
 @pytest.mark.full
-def test_what_one_device_has_read_is_put_into_rows_of_another():
+def test_segments_of_one_device_are_used_on_another():
     assert processes.run(SCRIPT, XLA_FLAGS=processes.devices(2), PYTHONPATH=os.pathsep.join(sys.path)) == "2"
 
 
@@ -413,7 +413,7 @@ def gemma():
 
 
 @pytest.mark.full
-def test_real_models_continue_what_was_kept():
+def test_real_models_continue_from_the_cache():
     case, kept = Case(*gemma(), requests_like(8)), PrefixCache(40_000)
     assert served(case.programs, kept, case.asked)[0] == case.whole
     results, cached = served(case.programs, kept, case.asked[::-1])

@@ -1,4 +1,4 @@
-"""The scheduler: whatever shares a batch, each request gets what it gets alone."""
+"""The scheduler: whatever shares a batch, each request has the same result as alone."""
 
 import dataclasses
 
@@ -201,7 +201,7 @@ def test_rows_draft_blocks_of_their_own_sizes(served, requests):
 
 
 def test_prompts_of_like_lengths_are_read_together(served):
-    """The first of those that wait is always among them, and whoever is passed over keeps its turn."""
+    """The first waiting request is always among them, and the others keep their order."""
     scheduler = Continuous(served, 6, Letters(), bucket, WIDTHS[-1])
     scheduler.admit([Request([1] * size, Settings()) for size in (3, 20, 4, 5, 21, 6, 7)])
     found = []

@@ -1,4 +1,4 @@
-"""Answers are made of updates, however many tokens each of these brings."""
+"""Answers are made of updates with any number of tokens."""
 
 import asyncio
 import json

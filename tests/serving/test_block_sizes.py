@@ -1,4 +1,4 @@
-"""A server whose blocks follow the load: what it says of them, and what keeps its own."""
+"""A server whose block sizes follow the load: what it reports, and which requests keep their own."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.settings import Settings
 
 
-def test_a_request_with_a_seed_keeps_its_size_and_is_told():
+def test_a_request_with_a_seed_keeps_its_block_size_and_reports_it():
     model = toy_model(("speculative",), rows=2, by_load=True)
     [lane] = model.lanes.values()
     assert lane.lane.plan.block_sizes == (0, 1, 2)
@@ -42,7 +42,7 @@ def test_a_request_with_a_seed_keeps_its_size_and_is_told():
     assert float(size) in lane.lane.plan.block_sizes
 
 
-def test_other_servers_say_nothing_of_it():
+def test_block_sizes_are_fixed_by_default():
     assert all(lane.scheduler.blocks is None for lane in toy_model().lanes.values())
 
 
@@ -74,7 +74,7 @@ def test_the_largest_size_is_that_of_the_config(tmp_path):
         assert fixed(run, str(path)).block_size == kept
 
 
-def test_only_a_server_knows_a_load():
+def test_only_servers_accept_load():
     with pytest.raises(FieldError) as error:
         Settings(block_size="load").check()
     assert (error.value.field, error.value.value) == ("block_size", "load")

@@ -1,4 +1,4 @@
-"""Hostile clients and failing rounds: answered in a sentence or let go, with no row lost and nobody stuck."""
+"""Hostile clients and failing rounds: answered in a sentence or dropped, with no row lost or stuck."""
 
 import concurrent.futures
 import json
@@ -132,7 +132,7 @@ def test_wrong_requests_are_answered_with_a_sentence(impatient):
 
 
 @pytest.mark.parametrize("body", OF_SETTINGS)
-def test_what_settings_refuse_names_the_clients_field(body, impatient):
+def test_refused_settings_name_the_clients_field(body, impatient):
     status, answer, _ = ask(impatient[0], body)
     assert (status, answer["error"]["param"]) == (400, OF_SETTINGS[body])
 
@@ -193,7 +193,7 @@ def test_clients_that_vanish_free_their_rows(impatient, full):
     assert sound(url) == before
 
 
-def test_half_sent_bodies_and_slow_readers_hold_nobody_up(impatient):
+def test_partial_bodies_and_slow_readers_delay_no_others(impatient):
     url, _ = impatient
     before = sound(url)
     half = [raw(url, b'{"prompt": "1"', length=100) for _ in range(8)]
@@ -205,7 +205,7 @@ def test_half_sent_bodies_and_slow_readers_hold_nobody_up(impatient):
     assert until_idle(url) < 20
 
 
-def test_a_full_queue_says_when_to_come_again(impatient):
+def test_a_full_queue_says_when_to_retry(impatient):
     url, engine = impatient
     found, before = [], refusals(url)
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
@@ -265,7 +265,7 @@ def test_a_round_that_raises_ends_its_requests_and_no_others(toy, monkeypatch):
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(toy):
-    """Its neighbours in the batch go on, and the next ones are served."""
+    """Its neighbours in the batch continue, and later requests are served."""
     lane, _ = toy.place(toy.defaults)
     with serving(toy) as (url, engine):
         wanted = [ask(url, {"prompt": "200", "seed": seed})[1]["choices"] for seed in range(8)]
@@ -288,7 +288,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(toy):
         assert until_idle(url) < 20 and engine.idle and not lane.jobs
 
 
-def test_keys_cors_and_the_page_are_as_asked(toy):
+def test_keys_cors_and_the_page_follow_the_flags(toy):
     with serving(toy, keys=("first", "second"), page=False, origins=("https://example.org",)) as (url, _):
         assert ask(url, {"prompt": "1"})[0] == 401 == ask(url, path="/v1/models")[0]
         assert ask(url, {"prompt": "1"}, Authorization="Bearer firs")[0] == 401

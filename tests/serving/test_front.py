@@ -1,4 +1,4 @@
-"""The front of several replicas, with applications of this process as its replicas: no Ray."""
+"""The front of several replicas, which are applications in this process, without Ray."""
 
 import asyncio
 import json
@@ -120,7 +120,7 @@ def test_a_request_moves_to_another_replica_before_its_first_tokens(seen):
 
 
 def test_a_stream_that_is_lost_ends_with_an_error_event():
-    """No other replica is asked, for its tokens would come twice."""
+    """No other replica is asked, because its tokens would be repeated."""
     replicas = Replicas([STREAM, body("data: 1\n\n"), Lost()])
     front = Front(replicas, Limits())
     status, _, text = sent(front)
@@ -131,21 +131,21 @@ def test_a_stream_that_is_lost_ends_with_an_error_event():
 
 
 def test_an_answer_that_is_lost_half_way_is_cut_off():
-    """A client that got status 200 and a part sees that it is not whole."""
+    """A client that got status 200 and a part sees that the answer is incomplete."""
     replicas = Replicas([WHOLE, body("{"), Lost()])
     with pytest.raises(ConnectionAbortedError):
         sent(Front(replicas, Limits()))
     assert len(replicas.asked) == 1
 
 
-def test_what_comes_after_an_answer_is_of_no_account():
+def test_messages_after_an_answer_are_ignored():
     for answer in ([WHOLE, body("{}", more=False), Lost()], [WHOLE, body("{}", more=False), OSError()]):
         replicas = Replicas(answer)
         assert sent(Front(replicas, Limits()))[::2] == (200, "{}")
         assert len(replicas.asked) == 1
 
 
-def test_a_request_ends_a_few_replicas_at_most():
+def test_a_request_can_crash_only_a_few_replicas():
     replicas = Replicas(*([Lost()] for _ in range(9)))
     front = Front(replicas, Limits())
     status, headers, text = sent(front)
@@ -155,7 +155,7 @@ def test_a_request_ends_a_few_replicas_at_most():
     assert counted(front, "requests_moved") == fronts.TRIES - 1
 
 
-def test_requests_that_no_replica_sees():
+def test_requests_that_the_front_answers_itself():
     """Because of the front's state, a key, or the body."""
     ready, draining = Front(Replicas(), Limits(keys=("k",), body_bytes=9)), Front(Replicas(), Limits())
     draining.draining = True
@@ -177,7 +177,7 @@ def test_full_replicas_answer_429():
     assert (status, headers["retry-after"], json.loads(text)["error"]["code"]) == (429, "3", "queue_full")
 
 
-def test_a_replica_that_says_nothing_is_not_waited_for_for_ever(monkeypatch):
+def test_waiting_for_a_silent_replica_ends(monkeypatch):
     monkeypatch.setattr(fronts, "GRACE", 0.0)
     began = time.monotonic()
     status, headers, text = sent(Front(Replicas([None]), Limits(seconds=0.05)))
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_frees_its_replica():
     asyncio.run(leaves(Front(Replicas([STREAM, body("data: 1\n\n"), None]), Limits())))
 
 
-def test_an_application_hears_that_its_client_has_left():
+def test_an_application_notices_that_its_client_has_left():
     """And what it reads is the request's body."""
 
     async def talk():
@@ -250,7 +250,7 @@ speccascade:calls_total{model_name="m",method="a\\"b"} 4.0
     assert 'tokens_total{replica="a"} 2.0' in said and 'speccascade:replicas{replica="front"} 2.0' in said
 
 
-def test_what_the_front_says_of_itself():
+def test_information_about_the_front():
     failed = Front(Replicas(running=0), Limits())
     failed.fail(ValueError())
     for front, path, status, said in (

@@ -1,4 +1,4 @@
-"""Bodies nobody meant: each is answered, and each wrong one by a 4xx with a sentence."""
+"""Random bodies: each is answered, and invalid ones with a 4xx and a sentence."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Servers nobody meant: several on one port, and clients whose keys are any bytes."""
+"""Random servers: several on one port, and clients whose keys are any bytes."""
 
 import random
 import socket
@@ -58,7 +58,7 @@ def test_a_port_has_one_server(full):
         assert len(winners) == 1, (host, port)
 
 
-def test_ports_and_hosts_that_cannot_be(full):
+def test_invalid_ports_and_hosts_are_refused(full):
     for number in range(FULL if full else FULL // 10):
         rng = random.Random(number)
         host = rng.choice(

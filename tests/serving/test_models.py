@@ -1,4 +1,4 @@
-"""What a served model makes of a request."""
+"""How a served model handles a request."""
 
 import asyncio
 import dataclasses
@@ -78,7 +78,7 @@ def test_adaptive_blocks_are_served_up_to_each_requests_limit(t5_pair):
         assert (error.value.field, error.value.value) == (field, value)
 
 
-def test_what_is_compiled_into_a_lane_is_refused_by_its_field():
+def test_changing_a_compiled_setting_is_refused_with_its_field():
     """Whatever else the request changes."""
     model = toy_model()
     for field, value in (
@@ -117,7 +117,7 @@ def test_the_blocks_of_a_hierarchy_are_fixed():
     assert (error.value.field, error.value.value) == ("block_size", 1)
 
 
-def test_methods_that_cannot_follow_what_is_looked_up_are_not_served():
+def test_methods_that_cannot_verify_lookups_are_not_served():
     assert toy_lookup().methods == ("speculative", "token_v3")
     with pytest.raises(FieldError) as error:
         decoding(toy_lookup(), method="opt")
@@ -137,7 +137,7 @@ def test_a_request_is_read_once_for_all_its_choices():
     assert [request and request.number for request in way.requests] == [0, 1, None, None, 0, 1]
 
 
-def test_log_probabilities_that_nobody_can_state_are_refused():
+def test_log_probabilities_without_a_law_are_refused():
     """Of a drafter that reads its verifier's states, by a rule that defers to it."""
     config = load("demo_shared", DecodeConfig)
     model = ServedModel("shared", config, Cascade.from_config(config), ("opt", "verifier"), rows=1)

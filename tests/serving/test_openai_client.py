@@ -1,4 +1,4 @@
-"""The official client against a server process: what it gets is what Cascade.generate gives."""
+"""The official client with a server process: its answers equal those of Cascade.generate."""
 
 import concurrent.futures
 
@@ -79,7 +79,7 @@ def expected(cascade, questions):
     return found
 
 
-def test_under_load_every_answer_is_what_it_is_alone(client, cascade, methods, full):
+def test_under_load_every_answer_is_the_same_as_alone(client, cascade, methods, full):
     """32 clients, of mixed methods, leniences, temperatures, lengths and stops; half of them stream."""
     questions = [asked(number, methods) for number in range(1000 if full else 64)]
 
@@ -130,7 +130,7 @@ def test_streams_of_unfinished_characters_join_to_the_whole(client, full):
 
 
 def test_several_answers_and_several_prompts(client, cascade):
-    """Answer i is what line i of a file would give."""
+    """Answer i equals the output of line i of a file."""
     answer = client.completions.create(
         model="tiny", prompt=["the cat", "", "a dog"], n=3, temperature=1.2, seed=5, max_tokens=10
     )
@@ -146,7 +146,7 @@ def test_several_answers_and_several_prompts(client, cascade):
     assert answer.usage.drafted > 0 and answer.usage.verifier_calls > 0
 
 
-def test_a_seed_is_drawn_and_told_where_none_is_given(client):
+def test_a_missing_seed_is_drawn_and_reported(client):
     body = {"model": "tiny", "prompt": "birds sing", "temperature": 1.5}
     first, second = client.completions.create(**body), client.completions.create(**body)
     assert first.choices[0].text != second.choices[0].text

@@ -1,4 +1,4 @@
-"""Pieces join to the text of the whole, however the tokens come."""
+"""Pieces join to the whole text, however the tokens arrive."""
 
 import itertools
 

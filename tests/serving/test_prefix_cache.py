@@ -1,4 +1,4 @@
-"""What a server keeps of prompts: answers stay as they are, and say what was found."""
+"""A server's prefix cache: answers do not change, and report what was found."""
 
 import pytest
 from digests import Digest, logits
@@ -68,7 +68,7 @@ def plain(serve):
         return found
 
 
-def test_answers_are_those_of_a_server_that_keeps_nothing(plain, serve):
+def test_answers_equal_those_of_a_server_without_a_cache(plain, serve):
     """The batch of the verifier alone finds what the cascade's has read."""
     with serve(10**6) as (url, engine):
         found = answers(url)

@@ -1,4 +1,4 @@
-"""scripts/serve.py as a process: how it begins, ends, and serves chats, several models and its page."""
+"""scripts/serve.py as a process: start, stop, chats, several models and its page."""
 
 import concurrent.futures
 import json
@@ -86,7 +86,7 @@ def test_keys_are_read_as_utf_8(tmp_path, monkeypatch, served_config):
     assert serve.keys(arguments) == ("third", "schl\u00fcssel", "second")
 
 
-def test_a_file_of_keys_may_be_joined_of_several(tmp_path):
+def test_a_file_of_keys_may_be_several_joined_files(tmp_path):
     """Each with a mark of its byte order."""
     (tmp_path / "keys").write_bytes(2 * "\ufefffirst\n".encode() + "\ufeff\ufeffsecond".encode())
     assert serve.keys_in(str(tmp_path / "keys")) == ["first", "first", "second"]
@@ -125,7 +125,7 @@ def test_a_port_of_hundreds_of_digits_is_refused_in_a_sentence():
 
 
 def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server):
-    """At once, and not by an abort."""
+    """At once, and without an abort."""
     server = make_server(
         tmp_path, f"--config={served_config}", "--rows=2", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache")
     )
@@ -145,7 +145,7 @@ def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server)
 
 
 @pytest.mark.full
-def test_sigterm_under_load_lets_what_runs_finish(served_config, tmp_path, make_server):
+def test_sigterm_under_load_lets_running_requests_finish(served_config, tmp_path, make_server):
     server = make_server(
         tmp_path,
         f"--config={served_config}",

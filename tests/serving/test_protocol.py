@@ -1,4 +1,4 @@
-"""A request's fields are those of Settings, whatever these are."""
+"""A request has the fields of Settings, whatever they are."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_a_setting_of_a_later_version_is_a_field_with_its_bounds():
     assert error.value.field == "tail"
 
 
-def test_what_other_servers_clients_send_is_understood():
+def test_values_of_other_servers_clients_are_accepted():
     assert changes(top_k=-1) == changes(top_k=0) == {"top_k": None}
     assert changes(top_k=5, top_p=1, min_p=0) == {"top_k": 5, "top_p": 1, "min_p": 0}
     assert 0 < changes(top_p=0)["top_p"] < 1e-6

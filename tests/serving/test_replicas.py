@@ -65,7 +65,7 @@ def test_replicas_may_be_killed_and_replaced(served_config, tmp_path, make_serve
 
 
 @pytest.mark.parametrize("failed", [None, ValueError("no memory")])
-def test_a_replica_is_there_once_everything_is_compiled(failed):
+def test_a_replica_is_available_once_everything_is_compiled(failed):
     """Or raises why it will not be."""
     engine = SimpleNamespace(ready=False, failed=None, healthy=True, stop=lambda: None)
 
@@ -97,7 +97,7 @@ def test_a_replica_is_there_once_everything_is_compiled(failed):
 
 
 def test_outcomes_of_answers():
-    """An answer counts as whole only where its end is there."""
+    """An answer counts as complete only if its end has arrived."""
     event = b'data: {"choices": [{"text": "%s"}]}\n\n'
     error, done = b'data: {"error": {"message": "x"}}\n\n', b"data: [DONE]\n\n"
     for status, body, stream, wanted in (

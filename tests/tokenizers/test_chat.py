@@ -1,4 +1,4 @@
-"""tokenizer.json as it is, special tokens by role, and chat templates as transformers renders them."""
+"""Reads tokenizer.json files, special tokens by role, and chat templates like transformers."""
 
 import dataclasses
 import json

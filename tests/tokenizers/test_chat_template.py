@@ -1,4 +1,4 @@
-"""Templates of strangers: bounded in time, memory and length, and each fault one sentence."""
+"""Untrusted templates: limits on time, memory and length, and one sentence for each fault."""
 
 import json
 import time

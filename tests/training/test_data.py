@@ -1,4 +1,4 @@
-"""Examples that are no examples: the error names the field and holds its value."""
+"""Invalid examples: the error names the field and contains its value."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How runs learn from a teacher's distributions: every divergence, a rule's pi, what is refused."""
+"""Distillation from a teacher's distributions: every divergence, a rule's pi, and refusals."""
 
 import dataclasses
 import json

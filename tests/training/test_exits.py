@@ -1,4 +1,4 @@
-"""Training a network's members: next to a full model that stays as it is, and together with it."""
+"""Training a network's members, next to a frozen full model and together with it."""
 
 import dataclasses
 import json

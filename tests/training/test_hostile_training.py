@@ -1,4 +1,4 @@
-"""What is wrong with a training run is one sentence, said before anything is trained or written over."""
+"""A mistake in a training run is one sentence, before anything is trained or overwritten."""
 
 import contextlib
 import dataclasses
@@ -228,7 +228,7 @@ def test_files_and_folders_are_looked_at_first(refused, tmp_path, flags, field, 
 
 
 def test_another_checkpoint_is_not_trained_into(refused, t5_pair, tmp_path):
-    """Its folder would no longer be read as what it is."""
+    """Its folder would be read as another format."""
     before = {path.name: path.read_bytes() for path in (t5_pair / "drafter").iterdir()}
     folder = str(t5_pair / "drafter")
     assert names(refused(f"--output-dir={folder}")) == ("output_dir", folder)
@@ -414,7 +414,7 @@ def test_the_processes_of_a_run_agree_on_who_they_are(monkeypatch):
 
 
 def test_a_damaged_log_stops_nothing(tmp_path):
-    """And a run's name is no formula, whatever signs it holds."""
+    """A run's name is never read as a formula."""
     event = {"event": "log", "step": 1, "loss": 2.0}
     run = tmp_path / "cost_$x^$"
     run.mkdir()

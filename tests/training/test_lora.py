@@ -1,4 +1,4 @@
-"""Adapters: they begin as nothing, train alone, are merged into what is saved, and come back."""
+"""Adapters: they start without effect, train alone, are merged into saves, and are restored."""
 
 import dataclasses
 import itertools
@@ -255,7 +255,7 @@ def test_eight_devices_split_adapters_and_base(toy, tmp_path):
 
 
 def test_an_adapted_kernel_is_one_leaf_to_the_model():
-    """A planted fault, forgetting the scale, shows."""
+    """A planted bug, a missing scale, is detected."""
     from speccascade_jax.models.layers import project
 
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A task from a file of pairs: what is read, held out, chosen and written."""
+"""A task from a file of pairs: reading, splits, choices and files."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_the_same_pairs_are_read_from_every_format(folder):
     assert read_pairs("many.jsonl", "numbers", "sum.total") == PAIRS
 
 
-def test_fields_that_cannot_be_told_are_asked_for():
+def test_ambiguous_fields_must_be_named():
     assert fields_of({"a": 1, "input": "x", "output": "y", "text": "z"}, "here") == ("input", "output")
     with pytest.raises(FieldError) as refused:
         fields_of({"a": "x", "b": "y", "c": "z"}, "here")

@@ -1,4 +1,4 @@
-"""What tokens are worth: where both models' are tried, how texts go on, and what the metric says of them."""
+"""The value of tokens: where both models' tokens are tried, how texts continue, and their scores."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def laws(cascade, prompt, begun):
 
 
 @pytest.mark.parametrize("source", ["t5_pair", "gemma_pair"])
-def test_a_beginning_goes_on_as_the_cascade_would_have(source, request):
+def test_a_beginning_is_continued_as_by_the_cascade(source, request):
     """Every beginning of a text that `opt` writes greedily, in one batch, ends as that text."""
     folder = request.getfixturevalue(source)
     cascade = Cascade.load(folder / "drafter", folder / "verifier", max_source_length=24, max_new_tokens=12)
@@ -50,7 +50,7 @@ def test_it_stops_where_the_cascade_would_have(t5_pair):
     assert continued(cascade, cascade.encode([source])[0], begun) == [own.text] * 3
 
 
-def test_a_text_that_has_ended_or_is_full_does_not_go_on():
+def test_a_text_that_has_ended_or_is_full_is_not_continued():
     cascade = pair()
     assert continued(cascade, [[1]], [(0, [2, 3]), (0, [1, 1, 2])]) == ["23", "112"]
 

@@ -1,4 +1,4 @@
-"""The weights that come with the package: a run leaves them alone, unless it is told to ship."""
+"""The bundled weights: a run changes them only with --ship."""
 
 import json
 import shutil
@@ -84,7 +84,7 @@ def test_only_ship_writes_among_the_packages_weights(run, demo):
 
 
 @pytest.mark.parametrize("name", sorted(configs.available()))
-def test_no_config_writes_there_of_itself(name):
+def test_no_config_writes_into_the_package_without_ship(name):
     config = configs.load(name)
     if isinstance(config, TrainConfig):
         places = [config.output_dir, *checks.export_folders(config)]

@@ -249,7 +249,7 @@ def test_targets_are_cut_as_the_teacher_cuts_them(number_words, tmp_path, monkey
 
 
 def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
-    """A folder of that name stands for the hub."""
+    """A folder of that name replaces the hub."""
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "someone" / "pairs").mkdir(parents=True)
@@ -265,7 +265,7 @@ def test_hugging_face_datasets_are_read_by_name(tmp_path, monkeypatch):
 
 
 def test_tfds_texts_are_decoded(monkeypatch):
-    """A stub stands for the library, which needs TensorFlow."""
+    """A stub replaces the library, which needs TensorFlow."""
     stub = types.SimpleNamespace(
         as_numpy=iter, load=lambda name, split: [{"source": f"{name} {split}".encode(), "target": b"eins"}]
     )

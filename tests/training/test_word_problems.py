@@ -126,7 +126,7 @@ def test_a_seed_makes_the_same_problems():
         ("size=3", "size"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_the_run(query, field):
+def test_impossible_problems_are_refused_before_the_run(query, field):
     with pytest.raises(FieldError) as error:
         check_split("train", f"made://word_problems?{query}")
     assert error.value.field == field

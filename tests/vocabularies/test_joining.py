@@ -42,7 +42,7 @@ def test_tokens_match_by_their_text_and_role():
     assert matched(target, pieces("z")).shape == (0, 2)
 
 
-def test_what_is_no_own_token_is_spelled_in_the_fewest():
+def test_texts_are_spelled_in_the_fewest_tokens():
     own = pieces("a", "ab", "b", "ba", "abb")
     assert spelled(b"abba", by_text(own)) == [1, 3]
     assert spelled(b"", by_text(own)) == [] and spelled(b"abc", by_text(own)) is None
@@ -173,7 +173,7 @@ def test_padded_vocabularies_of_one_tokenizer_are_equal(t5_pair, spiece, tmp_pat
     assert found[0] == found[1]
 
 
-def test_what_cannot_be_joined_is_refused(foreign, t5_pair, tmp_path):
+def test_vocabularies_that_cannot_be_joined_are_refused(foreign, t5_pair, tmp_path):
     union = Cascade.load(foreign, t5_pair / "verifier", vocabulary="union", **LIMITS)
     for method in ("opt", "token_cascade"):
         with pytest.raises(FieldError) as refused:
@@ -184,7 +184,7 @@ def test_what_cannot_be_joined_is_refused(foreign, t5_pair, tmp_path):
 
 
 @pytest.mark.full
-def test_vocabularies_that_do_not_go_together():
+def test_incompatible_vocabularies_are_refused():
     with pytest.raises(ValueError, match="have no token in common: use another drafter"):
         Pair(own=["end", "padding", "c", "d"]).models()
     whole = Tokenizer(DEMO / "verifier" / "spiece.model").surfaces()

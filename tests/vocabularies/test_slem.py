@@ -1,4 +1,4 @@
-"""String-level exact match: texts that pass between tokenizers that do not agree."""
+"""String-level exact match: texts that pass between different tokenizers."""
 
 import io
 
@@ -36,7 +36,7 @@ def test_a_run_that_ends_where_the_old_tokens_end():
     assert going_on([1, 2, 3], [1, 2, 4]) is None and going_on([], [1]) is None
 
 
-def test_characters_that_have_begun_are_held_back():
+def test_incomplete_characters_are_held_back():
     text = "heiß 🙂".encode()
     for end in range(len(text) + 1):
         said, held = whole_characters(text[:end])
@@ -190,7 +190,7 @@ def test_what_the_drafter_has_read_is_what_it_drafts_from(renumbered, monkeypatc
     assert accepted > 0.9 * drafted > 70
 
 
-def test_a_draft_ends_where_it_will_hardly_stand():
+def test_a_draft_ends_when_its_acceptance_becomes_unlikely():
     """Each token leads to the next, 2 after 1 and so on, with its chance in the table; 6 is the end."""
     chances = np.array([0.9, 0.9, 0.8, 0.5, 0.75, 0.9, 0.9])
     logits = np.zeros((8, 8))

@@ -1,4 +1,4 @@
-"""Drafters of another vocabulary: what they write follows the stated laws, whatever the tokens are called."""
+"""Drafters with another vocabulary: outputs follow the stated laws, whatever the token ids."""
 
 import dataclasses
 
@@ -149,8 +149,8 @@ def test_lenience_by_span_with_a_foreign_drafter(way, rows):
 
 @pytest.mark.long
 @pytest.mark.full
-def test_random_numbers_of_places_are_seen_in_blocks_of_a_foreign_drafter(monkeypatch):
-    """A planted mistake: the numbers belong to places in the text, not to rounds."""
+def test_numbers_by_position_are_detected_in_blocks_of_a_foreign_drafter(monkeypatch):
+    """A planted bug: random numbers belong to positions, not to rounds."""
     jax.clear_caches()
     with monkeypatch.context() as patch:
         patch.setattr(loop, "by_round", lambda sampler, ways: jnp.zeros(ways.shape, bool))
@@ -241,7 +241,7 @@ def first_tokens(seed):
     return p, Pair(seeds=(seed, 0)).psi((1,))((0, 1))
 
 
-def test_each_way_gives_p_and_accepts_as_stated():
+def test_each_verification_gives_p_and_accepts_as_stated():
     for seed in range(50):
         p, q = laws(seed)
         common = np.where([True, True, False, False, False, False], q, 0)
@@ -270,7 +270,7 @@ def test_each_way_gives_p_and_accepts_as_stated():
         "p anew for another token",
     ],
 )
-def test_variants_that_look_right_are_not(wrong):
+def test_plausible_variants_are_wrong(wrong):
     def variant(p, q):
         common = np.where([True, True, False, False, False, False], q, 0)
         tli, cut = common / common.sum(), np.where(common > 0, p, 0)
@@ -386,7 +386,7 @@ def begun(model, params, rows=(0, 1, 2), width=SOURCE.shape[1]):
 
 
 @pytest.mark.full(quick=["t5"])
-def test_it_is_a_language_model(foreign):
+def test_a_translated_drafter_is_a_language_model(foreign):
     """Append, chunk, rows and vocabulary; the law is the own model's after the own tokens."""
     model, params = foreign
     assert isinstance(model, LanguageModel)
@@ -438,7 +438,7 @@ def test_rows_can_be_replaced(foreign, widths):
 
 
 @pytest.mark.full
-def test_a_text_of_too_many_own_tokens_is_read_to_a_limit():
+def test_a_text_with_too_many_drafter_tokens_is_read_to_a_limit():
     """Past it all tokens of the law are equally likely, and what stands before is as it was."""
     model, params = wrapped(TINY_T5)
     model = dataclasses.replace(model, stretch=1.0)
