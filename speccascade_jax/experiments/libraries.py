@@ -68,7 +68,7 @@ class Libraries:
         ours = [times[f"{self.method}, {dtype}"] for dtype in self.dtypes]
         rows = [
             [
-                f"our {model} by itself, same dtype",
+                f"our {model} alone, same dtype",
                 *(
                     f"{times_as_fast(here, times[f'{model}, {dtype}'])}"
                     for here, dtype in zip(ours, self.dtypes, strict=True)
@@ -77,10 +77,10 @@ class Libraries:
             for model in SINGLE_MODEL
         ]
         rows += [[other, *(f"{times_as_fast(here, times[other])}" for here in ours)] for other in others]
-        rows.append(["tokens a verifier call", *(f"{tokens_a_call(here).value:.2f}" for here in ours)])
+        rows.append(["tokens per verifier call", *(f"{tokens_a_call(here).value:.2f}" for here in ours)])
         return table(
             f"Lossless decoding at block size {self.block_size} and temperature 0, {self.timed} inputs in "
-            f"turn, {self.trials} trials: tokens a second in those of others (95%, paired over inputs).",
+            f"turn, {self.trials} trials: tokens per second relative to theirs (95%, paired over inputs).",
             ["times as fast as", *(f"in {dtype}" for dtype in self.dtypes)],
             rows,
         )

@@ -93,16 +93,16 @@ class Lossless:
 
     def _speeds(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens a second of lossless decoding with `{self.config}`, in those of the verifier alone; "
+            f"Tokens per second of lossless decoding with `{self.config}`, relative to the verifier alone; "
             f"{self.timed} inputs of {self.least_source} tokens or more (or a quarter as many batches) in "
             f"turn, {self.trials} trials (95%, paired over these).",
-            ("T", "dtype", "batch size", "verifier, ms a token", "drafter alone", *self._columns),
+            ("T", "dtype", "batch size", "verifier, ms per token", "drafter alone", *self._columns),
             rows,
         )
 
     def _calls(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens a verifier call of the same decodings with `{self.config}`.",
+            f"Tokens per verifier call of the same decodings with `{self.config}`.",
             ("T", "dtype", "batch size", *self._columns),
             rows,
         )

@@ -128,8 +128,8 @@ def columns(label: str) -> list[str]:
         label,
         "over the verifier (95%)",
         "over the drafter (95%)",
-        "share of its time (95%)",
-        "calls a token",
+        "time relative to the verifier (95%)",
+        "calls per token",
     ]
 
 
@@ -223,10 +223,10 @@ class Rejections(Sweep):
         picture = plots.page(comparisons, self.metric, "rejected")
         sizes = ", ".join(map(str, self.block_sizes))
         title = (
-            f"`{self.config}` at block size {sizes}, {self.about}: the point of best quality of each rule, "
-            "and what it rejects."
+            f"`{self.config}` at block size {sizes}, {self.about}: each rule's point of best quality, "
+            "and the share of drafts that it rejects."
         )
-        record = table(title, ["T", "rejected of the drafted", *columns(self.label)], rows)
+        record = table(title, ["T", "share of drafts rejected", *columns(self.label)], rows)
         return Findings({"rates": record}, {self.picture or "rejection": picture})
 
 
@@ -281,9 +281,9 @@ class EqualCalls(Sweep):
                 "top-p",
                 f"alpha of `{self.rival}`",
                 self.label,
-                "calls a token",
+                "calls per token",
                 f"alpha of `{self.rule}`",
-                "calls a token",
+                "calls per token",
                 f"`{self.rule}` over `{self.rival}`",
                 f"`{self.rival}` over the verifier",
                 "over the drafter",

@@ -32,7 +32,7 @@ LOSSLESS_SPEEDS = Experiment(
 )
 BLOCK_CALLS = Experiment(
     "verification-calls",
-    "How many more tokens a verifier call yields where drafts are verified as a block.",
+    "How many more tokens a verifier call yields if drafts are verified as a block.",
     "verification",
     verification.Calls(
         pairs=("demo", "e2e", "e2e_gemma"),
@@ -44,7 +44,7 @@ BLOCK_CALLS = Experiment(
 )
 BLOCK_EXPECTED = Experiment(
     "verification-expected",
-    "How many more tokens a verifier call is expected to yield along the same texts, verified as a block.",
+    "How many more tokens a verifier call is expected to yield on the same texts, verified as a block.",
     "verification",
     verification.Expected(
         pairs=("demo", "e2e", "e2e_gemma"),
@@ -56,7 +56,7 @@ BLOCK_EXPECTED = Experiment(
 )
 BLOCK_TIMES = Experiment(
     "verification-times",
-    "How much faster whole decodings are where drafts are verified as a block.",
+    "How much faster whole decodings are if drafts are verified as a block.",
     "verification",
     verification.Times(
         config="demo",
@@ -71,7 +71,7 @@ BLOCK_TIMES = Experiment(
 
 OTHERS = Experiment(
     "other-libraries",
-    "How fast the shipped pair is next to transformers and CTranslate2 with the same weights.",
+    "How fast the shipped pair is compared with transformers and CTranslate2 with the same weights.",
     "other-libraries",
     libraries.Libraries(
         config="demo",
@@ -100,31 +100,31 @@ ARCHITECTURES = Experiment(
 )
 TRANSLATION = Experiment(
     "trade-offs-translation",
-    "What the rules trade on the shipped translation pair, with and without truncation.",
+    "The trade-offs of the rules on the shipped translation pair, with and without truncation.",
     "trade-offs",
     sweeps.TradeOff(config="demo", block_sizes=(5,), inputs=400, picture="tradeoff", **TRADED),
 )
 DATA_TO_TEXT = Experiment(
     "trade-offs-e2e",
-    "What the rules trade on the shipped data-to-text pair.",
+    "The trade-offs of the rules on the shipped data-to-text pair.",
     "trade-offs",
     sweeps.TradeOff(config="e2e", block_sizes=(7,), inputs=400, **TRADED),
 )
 PROBLEMS = Experiment(
     "trade-offs-word-problems",
-    "What the rules trade on word problems, where depth matters.",
+    "The trade-offs of the rules on word problems, where depth matters.",
     "trade-offs",
     sweeps.TradeOff(config="word_problems", block_sizes=(8,), inputs=1000, split="test", **TRADED),
 )
 CAPTIONS = Experiment(
     "trade-offs-multi30k",
-    "What the rules trade on captions of pictures, to be translated.",
+    "The trade-offs of the rules on translated picture captions.",
     "trade-offs",
     sweeps.TradeOff(config="multi30k", block_sizes=(5,), inputs=400, **TRADED),
 )
 SPANS = Experiment(
     "spans",
-    "What lenience in the steps, or in the answer alone, costs on word problems.",
+    "What lenience in the steps, or only in the answer, costs on word problems.",
     "spans",
     sweeps.Spans(
         config="word_problems",
@@ -158,7 +158,7 @@ HIERARCHIES = Experiment(
 )
 VOCABULARIES = Experiment(
     "vocabularies",
-    "How much a drafter of another vocabulary gains, by the way in which it is joined.",
+    "How much a drafter with another vocabulary gains, by the strategy that joins it.",
     "vocabularies",
     races.Race(
         key="in-turn",
@@ -211,7 +211,7 @@ ROUTER = Experiment(
 )
 PRICED = Experiment(
     "lookahead",
-    "Whether a rule that prices a rejection by its place is better than opt at the same calls.",
+    "Whether a rule that prices a rejection by its position is better than opt at the same calls.",
     "lookahead",
     sweeps.EqualCalls(
         rule="lookahead",
@@ -229,7 +229,7 @@ PRICED = Experiment(
 )
 REJECTION = Experiment(
     "rejection",
-    "Which rules reject least, and at which quality, with the decoder-only pair.",
+    "How much each rule rejects, and its quality, with the decoder-only pair.",
     "rejection",
     sweeps.Rejections(
         config="e2e_gemma",
@@ -315,7 +315,7 @@ PICKS = tuple(
 )
 MIXTURES = Experiment(
     "mixtures",
-    "Whether a mixture whose weight is learnt for each position is better than one of constant weight.",
+    "Whether a mixture with a learned weight for each position is better than one with a constant weight.",
     "mixtures",
     sweeps.EqualCalls(
         rule="learned_mixture",

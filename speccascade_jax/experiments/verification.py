@@ -75,15 +75,15 @@ class Calls:
 
     def _table(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens a verifier call at temperature {self.temperature:g}, {self.inputs} inputs, each decoded "
-            f"with {self.seeds} seeds (95%, paired over inputs).",
+            f"Tokens per verifier call at temperature {self.temperature:g}, {self.inputs} inputs, each "
+            f"decoded with {self.seeds} seeds (95%, paired over inputs).",
             ("pair", "rule, alpha", "block size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
             rows,
         )
 
     def _picture(self, curves: dict[str, list[tuple[int, Ratio]]]) -> Any:
         panel = f"Temperature {self.temperature:g}"
-        label = f"Tokens a verifier call, {BLOCK.name} over {TOKEN.name}"
+        label = f"Tokens per verifier call, {BLOCK.name} over {TOKEN.name}"
         return plots.lines({panel: curves}, "Block size", label, level=1.0)
 
 
@@ -132,7 +132,7 @@ class Expected:
 
     def _table(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens a verifier call at temperature {self.temperature:g}, expected along the texts of "
+            f"Tokens per verifier call at temperature {self.temperature:g}, expected along the texts of "
             f"{self.inputs} inputs with {self.seeds} seeds each (95%, over inputs).",
             ("pair", "rule, alpha", "block size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
             rows,
@@ -140,7 +140,7 @@ class Expected:
 
     def _check(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens a verifier call in the decodings that wrote these texts, {TOKEN.name} by {TOKEN.name} "
+            f"Tokens per verifier call in the decodings that wrote these texts, {TOKEN.name} by {TOKEN.name} "
             f"with block size {self.decoded_with}, as counted and as expected.",
             ("pair", "rule, alpha", "counted", "expected"),
             rows,
