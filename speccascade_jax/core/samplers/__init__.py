@@ -1,8 +1,8 @@
-"""Samplers, which write tokens together with the distribution that each was drawn from.
+"""Samplers, which emit tokens together with the distribution that each was drawn from.
 
 So any sampler can draft for a larger model, and a hierarchy is a fold. Between steps every cache, at every
 level, covers all committed tokens except the last one; positions from a cache's `length` on are scratch. The
-one exception is the spared bonus pass (`Speculative.spares`), which leaves the caches below `behind`.
+only exception is a skipped bonus pass (`Speculative.spares`), after which the caches below lag `behind`.
 """
 
 from speccascade_jax.core.samplers.adaptive import Adaptive

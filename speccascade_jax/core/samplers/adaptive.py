@@ -1,4 +1,4 @@
-"""Blocks whose length each row decides for itself, losslessly: drafting stops where a draft would be lost."""
+"""Blocks whose length each row decides: drafting stops when further tokens would probably be rejected."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from speccascade_jax.core.samplers.speculative import Speculative
 
 Array = jax.Array
 STOP_BELOW = 0.25
-ACCEPTANCE = 0.8  # of a row that has tested nothing
+ACCEPTANCE = 0.8  # assumed for a row without tested tokens
 PRIOR = 32.0  # tested tokens by which that and the drafter's own confidence are believed before a row has any
 PARTS = 3  # widths in which drafts are verified; more are slower where other programs run in between
 
@@ -38,7 +38,7 @@ class Experience:
 
     @property
     def bias(self) -> Float[Array, " B"]:
-        """The excess of the fraction of accepted tokens over the drafter's confidence."""
+        """The share of accepted tokens minus the drafter's mean confidence, shrunk towards 0."""
         return (self.kept - self.hoped) / (self.tested + PRIOR)
 
     @property
@@ -59,8 +59,8 @@ def confidence(law: Float[Array, "B V"]) -> Float[Array, " B"]:
 
 @dataclasses.dataclass(frozen=True)
 class Narrowed(Speculative):
-    """Speculative whose drafts may be short: they are verified in the narrowest of three widths that holds
-    every row's, or of four, where a width of no drafts is worth it."""
+    """Speculative for drafts that may be short: they are verified in the narrowest of three widths that holds
+    every row's draft, or of four, if a width without drafts pays off."""
 
     sized: ClassVar[bool] = False
 
@@ -79,8 +79,8 @@ class Narrowed(Speculative):
         below: Cache,
         drafter_counts: Counts,
     ) -> tuple[Block, Cache, Counts]:
-        """As Speculative's. A method that reads its place in the round must not see how long the draft is:
-        it has one width."""
+        """Like Speculative.verified(). A method that reads its position in the round must not see the draft's
+        length, so it has only one width."""
         whole, verified = self.block_size, super().verified
         parts = (
             range(self.narrowest, PARTS + 1) if all(method.by_prefix for method in self.methods) else [PARTS]
@@ -118,16 +118,17 @@ class Narrowed(Speculative):
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Narrowed):
-    """Speculative with drafts of up to `block_size` tokens, fewer where more are not worth their time.
+    """Speculative with drafts of up to `block_size` tokens, which end early when more do not pay off.
 
-    A row stops before it draws a token when all of its draft, that token too, is accepted with an estimated
-    chance below `stop_below`: the product of the drafter's confidence() at each position, with the bias that
-    the row has learnt (Experience). That is exact for every method: the decision knows the laws up to the
-    next token and never that token, so each drafted token still follows its law. (Dropping a token once it is
-    drawn, because its own probability is small, would not be.) The law it stops at serves the bonus position.
+    A row stops before drawing a token if the estimated probability that its whole draft, including that
+    token, is accepted is below `stop_below`. The estimate is the product of the drafter's confidence() at
+    each position, corrected by the row's bias (Experience). This is exact for every method: the decision uses
+    the distributions up to the next token but not that token, so each drafted token still follows its
+    distribution. (Dropping a token after drawing it, because its probability is small, would not be exact.)
+    The distribution at which it stops serves the bonus position.
 
-    A lossless row needs no law there. So it decides one step earlier, before its drafter is asked: the next
-    position's chance is then the row's acceptance so far. It drafts one token at least.
+    A lossless row needs no distribution there, so it decides one step earlier, before its drafter runs, with
+    the row's acceptance so far as the next position's estimate. It drafts at least one token.
     """
 
     stop_below: float = STOP_BELOW

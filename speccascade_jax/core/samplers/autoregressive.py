@@ -19,7 +19,7 @@ class Autoregressive:
     """One model that writes one token per step. Counts its passes, [B]."""
 
     model: LanguageModel
-    behind: int = 0  # how many committed tokens besides the last its cache may lack: they are read first
+    behind: int = 0  # committed tokens, besides the last, that its cache may lack; they are read first
     width: int = dataclasses.field(default=1, init=False)
     level: int = dataclasses.field(default=0, init=False)
     overhang: int = dataclasses.field(default=0, init=False)
@@ -53,6 +53,6 @@ class Autoregressive:
 def laws_of(
     model: LanguageModel, params: Params, cache: Cache, rows: Rows, tokens: Int[jax.Array, "B N"]
 ) -> Laws:
-    """A model's own laws after each of `tokens`."""
+    """A model's distributions after each of `tokens`."""
     logits, _ = model.extend(params, tokens, cache)
     return jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)

@@ -1,5 +1,5 @@
-"""Drafts that one pass writes: the law of every place is known before a token is drawn (DFlash, Chen et al.
-2026, arXiv 2602.06036).
+"""Drafts written in one pass: the distribution at every position is known before a token is drawn (DFlash,
+Chen et al. 2026, arXiv 2602.06036).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Parallel:
 
     model: LanguageModel
     width: int
-    behind: int = 0  # as Autoregressive's
+    behind: int = 0  # as in Autoregressive
     level: int = dataclasses.field(default=0, init=False)
     at_once: ClassVar[bool] = True  # a step emits as many tokens as there is room for, up to its width
 
@@ -83,7 +83,7 @@ class Parallel:
         return laws_of(self.model, params, caches, rows, tokens)
 
     def states_law(self, methods: Sequence[Any]) -> bool:
-        """A draft's laws depend on where the round begins."""
+        """A draft's distributions depend on where the round begins."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Lookup beside a drafter: each row's round is drafted by the one from which more tokens are expected."""
+"""Lookup next to a drafter: each row's round is drafted by whichever is expected to yield more tokens."""
 
 import dataclasses
 from functools import partial
@@ -20,7 +20,7 @@ from speccascade_jax.core.transforms import token_probs
 
 Array = jax.Array
 LEAST = 2  # tokens of a match from which its draft is considered: after one, few drafts are right
-LOOKED_UP = 0.7  # how likely such a token is the next one, in a row that has seen none
+LOOKED_UP = 0.7  # assumed acceptance of looked-up tokens in a row without any
 PRIOR = 8.0  # tested tokens by which that and ACCEPTANCE are believed before a row has any
 
 

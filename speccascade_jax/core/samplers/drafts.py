@@ -1,7 +1,7 @@
-"""What drafts for the smallest verifier: the ways to draft, declared once.
+"""The ways to draft for the smallest verifier, declared once.
 
-DRAFTS lists them; the first that suits is taken. A new way is an entry: the sampler that writes the drafts,
-and if they need another verification than most, the sampler that verifies them.
+DRAFTS lists them, and the first suitable one is used. A new way is one more entry: the sampler that writes
+the drafts and, if they need a special verification, the sampler that verifies them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from speccascade_jax.core.samplers.proposals import Matched
 
 
 class Drafters(NamedTuple):
-    """What there is to draft with."""
+    """The available drafters."""
 
     model: LanguageModel  # the smallest
     block_size: int
@@ -53,5 +53,5 @@ DRAFTS: tuple[DraftKind, ...] = (
 
 
 def kind_of(drafters: Drafters) -> DraftKind:
-    """The first of DRAFTS that suits."""
+    """The first suitable entry of DRAFTS."""
     return next(kind for kind in DRAFTS if kind.suits(drafters))

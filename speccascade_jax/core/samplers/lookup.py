@@ -1,7 +1,7 @@
 """Drafts without a model: the tokens that followed an earlier occurrence of the last tokens (prompt lookup).
 
-They are found in the source, the prompt and the text so far, and there is nothing to load. Proposals depend
-on the prefix only, so their law is one-hot, and the output's law does not depend on their quality.
+They are found in the source, the prompt and the text so far, without any parameters. Proposals depend only on
+the prefix, so their distributions are one-hot, and the output distribution does not depend on their quality.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from speccascade_jax.core.rounds import cut_after
 from speccascade_jax.core.samplers.proposals import Drafts
 
 Array = jax.Array
-LONGEST = 3  # tokens that are compared; longer matches were no better a guide
+LONGEST = 3  # most tokens compared; longer matches predicted no better
 
 
 class Text(NamedTuple):
@@ -87,7 +87,7 @@ class Lookup:
     def find(
         self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
     ) -> tuple[Match, Text]:
-        """As draft(), with the length of the match."""
+        """Like draft(), with the length of the match."""
         text = placed(cache.tokens, rows.recent, rows.start - rows.recent.shape[1])
         match = match_in(cache._replace(tokens=text, length=rows.start), count)
         size = jnp.minimum(cut_after(match.tokens, match.size, eos_id), limit)

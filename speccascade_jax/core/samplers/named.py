@@ -1,7 +1,7 @@
-"""Samplers that have a name of their own: SAMPLERS declares each once.
+"""Samplers with names: SAMPLERS declares each once.
 
-To add one, write its class and its entry here. Flags, the HTTP schema and sweeps derive from the entry. (What
-a paper compares with is declared in baselines.)
+To add one, write its class and its entry here. Flags, the HTTP schema and sweeps derive from the entry.
+(Baselines from papers are declared in baselines.)
 """
 
 from speccascade_jax.core.methods import Scheme

@@ -1,5 +1,5 @@
-"""Verification of drafts without laws, whoever wrote them, and drafts from outside the compiled loop:
-string-level exact match (Timor et al. 2025, arXiv 2502.05202, Algorithm 2).
+"""Verification of drafts without distributions, and drafts from outside the compiled loop: string-level exact
+match (Timor et al. 2025, arXiv 2502.05202, Algorithm 2).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Proposals(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The proposals of a drafter without laws, to follow the committed tokens."""
+    """Tokens proposed after the committed ones by a drafter without distributions."""
 
     tokens: Int[AnyArray, "B G"]
     size: Int[AnyArray, " B"]  # 0 .. G: how many of them

@@ -1,4 +1,4 @@
-"""Speculative cascades: a sampler drafts, a model verifies, and a hierarchy is a fold of that."""
+"""Speculative cascades: a sampler drafts and a model verifies; a hierarchy is a fold of such steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class Speculative:
 
     @property
     def shares(self) -> bool:
-        """Whether the verifier is part of the network that the drafter's largest model is part of."""
+        """Whether the verifier and the drafter's largest model belong to the same network."""
         network = network_of(self.verifier)
         return network is not self.verifier and network == top(self.drafter.models, self.drafter.models)
 
@@ -105,8 +105,8 @@ class Speculative:
         return (*((*size, *sizes) for sizes in noise_sizes_of(self.drafter)), size)
 
     def plain(self, counts: Counts) -> dict[str, Any]:
-        """Its own counts and the passes of the smallest model; with a hierarchy as drafter also `below`, the
-        counts of each model under the verifier, the smallest first."""
+        """Its own counts and the passes of the smallest model. If the drafter is a hierarchy, `below` has the
+        counts of each model below the verifier, the smallest first."""
         lower, numbers = self.drafter.plain(counts[0]), counts[1].plain()
         if "model_passes" in lower:  # nothing drafts for the drafter
             return {"drafter_passes": lower["model_passes"], **numbers}
@@ -354,7 +354,7 @@ class Speculative:
             jnp.zeros_like(need, bool),
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts),
         )
-        if drafter != self.drafter:  # only the first block has to read what the caches lack
+        if drafter != self.drafter:  # only the first block reads what the caches lack
             carry = lax.cond(jnp.any(busy(carry)), partial(advance, drafter=drafter), lambda x: x, carry)
         drafted, caches, *_, counts = lax.while_loop(lambda x: jnp.any(busy(x)), advance, carry)
         size = jnp.where(extra > 0, jnp.minimum(drafted.size, limit), drafted.size)
