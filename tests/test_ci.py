@@ -68,7 +68,7 @@ def test_a_command_that_fails_ends_the_run(ci, fails):
     assert code != 0 and calls[-1] == fails
 
 
-def test_a_readme_without_its_commands_is_seen(ci, tmp_path):
+def test_a_readme_without_its_commands_is_detected(ci, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(readme.read_text().replace("pip install -e '.[test]' && ", ""))
     calls, code = ci()
@@ -109,7 +109,7 @@ def test_what_was_skipped_is_remembered_until_it_runs():
     assert remembered() == ["b.py::one"]
 
 
-def test_what_ran_out_of_time_is_said():
+def test_tests_skipped_for_lack_of_time_are_reported():
     assert session(Cache(), {"a.py::one": "passed", "b.py::one": "skipped"}) == []
     late = dict.fromkeys(("c.py::one", "b.py::one", "c.py::two"), OUT_OF_TIME)
     assert session(Cache(), late) == ["tests that did not begin in time: 3 (b.py, c.py)"]

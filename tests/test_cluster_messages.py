@@ -44,7 +44,7 @@ def pair(ended):
             assert not listener.is_alive()
 
 
-def test_what_the_first_process_makes_is_known_to_all(pair):
+def test_values_made_by_the_first_process_reach_all(pair):
     first, second = pair
     assert first.first and not second.first
     assert first.share(lambda: ["a\nb", 1]) == second.share(lambda: 1 / 0) == ["a\nb", 1]
@@ -53,7 +53,7 @@ def test_what_the_first_process_makes_is_known_to_all(pair):
     assert [second.hear() for _ in range(3)] == [{"rows": [1, 2]}, None, "end"]
 
 
-def test_what_the_first_process_refuses_is_refused_by_all(pair):
+def test_a_refusal_by_the_first_process_is_raised_by_all(pair):
     first, second = pair
 
     def refuse():
@@ -83,7 +83,7 @@ def test_a_connection_that_breaks_ends_the_process_and_names_the_other(victim, p
     assert f"process {victim} of 2, at 127.0.0.1, has died" in capfd.readouterr().err
 
 
-def test_an_error_is_told_with_its_reason(pair, ended, capfd):
+def test_an_error_is_reported_with_its_reason(pair, ended, capfd):
     pair[1].fail(OSError(28, "No space left on device"))
     assert cluster.FAILED.is_set()
     assert ended() == [LOST]

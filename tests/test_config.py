@@ -74,7 +74,7 @@ WRONG = {  # what a file holds, and what is said of it
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_one_sentence_with_the_file(case, tmp_path):
+def test_a_broken_config_is_one_sentence_with_the_file(case, tmp_path):
     content, words = WRONG[case]
     path = tmp_path / "mine.py"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_one_sentence_with_the_file(case, tmp_path):
     assert said.count(str(path)) == 1 and "\n" not in said and said.endswith(".") and len(said) < 400
 
 
-def test_what_is_no_file_is_no_config(tmp_path):
+def test_only_regular_files_are_configs(tmp_path):
     (tmp_path / "folder.py").mkdir()
     os.mkfifo(tmp_path / "fifo.py")
     for name in (
@@ -111,14 +111,14 @@ def test_an_unreadable_config_is_named(tmp_path):
         configs.load(str(path))
 
 
-def test_an_interrupt_stays_one(tmp_path):
+def test_an_interrupt_is_not_converted(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt, match=f"while {path} ran"):
         configs.load(str(path))
 
 
-def test_what_a_config_prints_is_no_output(tmp_path, capsys):
+def test_a_configs_prints_are_not_output(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text("print('hello')\n" + PAIR.format(""))
     assert configs.load(path) == DecodeConfig(drafter="a", verifier="b")
@@ -134,7 +134,7 @@ def test_a_config_that_loads_a_broken_one_names_the_broken_one(tmp_path):
     assert str(error.value) == f"{tmp_path / 'broken.py'}, line 1: ZeroDivisionError: division by zero."
 
 
-def test_a_config_of_the_other_kind_names_the_one_that_is_meant():
+def test_a_config_of_the_wrong_kind_suggests_the_right_one():
     for training, pair in (
         ("demo_verifier", "demo"),
         ("demo_drafter", "demo"),
@@ -187,7 +187,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize("name,value", OUT_OF_RANGE, ids=range(len(OUT_OF_RANGE)))
-def test_values_out_of_range_are_told_before_models_are_loaded(name, value):
+def test_values_out_of_range_are_refused_before_models_are_loaded(name, value):
     for method in ("verifier", "token_v3"):
         run = DecodeConfig(drafter="a", verifier="b", method=method)
         run.check()
@@ -197,7 +197,7 @@ def test_values_out_of_range_are_told_before_models_are_loaded(name, value):
         assert name in (error.value.field, "max_new_tokens")
 
 
-def test_configs_are_looked_for_where_the_folder_is_gone(tmp_path, monkeypatch):
+def test_configs_are_found_if_the_current_folder_is_gone(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     with contextlib.chdir(tmp_path / "gone"):
         (tmp_path / "gone").rmdir()

@@ -166,7 +166,7 @@ PASTED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", PASTED, ids=lambda page: page.stem)
-def test_a_pasted_summary_is_what_is_printed(page, tmp_path, monkeypatch, capsys):
+def test_pasted_summaries_match_the_output(page, tmp_path, monkeypatch, capsys):
     """Of pages whose commands need only the shipped pair."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "speccascade_jax").symlink_to(PACKAGE)
@@ -182,7 +182,7 @@ def test_a_pasted_summary_is_what_is_printed(page, tmp_path, monkeypatch, capsys
         assert texts and all(line in out for line in texts)
 
 
-def test_a_stale_figure_is_seen():
+def test_a_stale_figure_is_detected():
     out = "│ acceptance_rate          │ 0.833 │\n│ deferral_rate            │ 0.167 │\n"
     pasted = {"acceptance_rate": "0.833", "deferral_rate": "0.333"}
     [wrong] = wrongly_pasted(README, ["speccascade decode"], pasted, out)
@@ -190,7 +190,7 @@ def test_a_stale_figure_is_seen():
 
 
 @pytest.mark.full
-def test_what_extending_shows_works(modules, tmp_path):
+def test_the_examples_of_extending_work(modules, tmp_path):
     """A rule and a sampler follow their laws (the page's own checks); the family is its authors' Gemma."""
     from speccascade_jax import checkpoints
     from speccascade_jax.checkpoints import decoder, families
@@ -268,7 +268,7 @@ def test_links_lead_to_files(page):
             assert (page.parent / link.partition("#")[0]).exists(), link
 
 
-def test_nothing_cites_a_document_that_is_not_here():
+def test_no_missing_document_is_cited():
     folders = "speccascade_jax", "scripts", "configs", "tests"
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
     for path in [*PAGES, ROOT / "mkdocs.yml", *sources]:
@@ -316,7 +316,7 @@ def leads_nowhere(source: str, known: dict[str, list[str]]) -> list[str]:
     ]
 
 
-def test_docstrings_name_what_is_there():
+def test_names_in_docstrings_exist():
     known = modules_by_name()
     wrong = {
         str(path.relative_to(ROOT)): found

@@ -182,7 +182,7 @@ def test_no_code_asks_for_an_entry_by_its_name():
     assert not new
 
 
-def test_what_is_mended_is_no_longer_listed():
+def test_fixed_exceptions_are_no_longer_listed():
     found = found_in_package()
     assert not {name: rest for name, codes in ALLOWED.items() if (rest := {*codes} - {*found.get(name, ())})}
 
@@ -246,7 +246,7 @@ def test_a_planted_violation_is_detected(source):
         "found = 'optimizer' in flags",
     ],
 )
-def test_what_names_an_entry_without_asking_is_no_violation(source):
+def test_naming_an_entry_without_comparing_is_no_violation(source):
     assert not list(violations(source))
 
 

@@ -84,14 +84,14 @@ def test_no_identifier_is_a_pronoun():
         "lambda one: 1",
     ],
 )
-def test_a_planted_pronoun_is_seen(source):
+def test_a_planted_pronoun_is_detected(source):
     assert len(pronouns(source)) == 1
 
 
 @pytest.mark.parametrize(
     "source", ["x = 'found'", "# one\nx = 1", "most_servers = 1", "jax.nn.one_hot(x)", "owner = foundation"]
 )
-def test_what_is_no_pronoun_is_none(source):
+def test_other_words_are_no_pronouns(source):
     assert not pronouns(source)
 
 
@@ -100,7 +100,7 @@ def test_a_name_means_one_thing(name):
     assert [file for file, source in sources().items() if name in defined(source)] == [HOMES[name]]
 
 
-def test_a_second_meaning_is_seen():
+def test_a_second_meaning_is_detected():
     for source in ("METHODS = ('GET',)", "METHODS: tuple = ()", "def METHODS(): pass"):
         assert defined(source) == {"METHODS"}
     assert not defined("from speccascade_jax.core.rules import METHODS")

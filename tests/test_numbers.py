@@ -162,14 +162,14 @@ def test_every_number_has_a_record_or_a_reason(page):
 
 
 @pytest.mark.parametrize("name", EXCUSED)
-def test_no_excuse_is_left_over(name):
+def test_no_excuse_is_unused(name):
     page = DOCS / name
     there = set(numbers(prose(page.read_text(encoding="utf-8"))))
     listed = {number for numbers_ in EXCUSED[name].values() for number in numbers_.split()}
     assert listed <= there
 
 
-def test_a_planted_number_is_seen():
+def test_a_planted_number_is_detected():
     page = DOCS / "reference" / "decoding.md"
     known = recorded(page) | excused(page)
     planted = (

@@ -44,7 +44,7 @@ def test_each_page_has_its_line_in_the_summary(page):
 
 
 @pytest.mark.parametrize("page", [path.with_suffix(".md") for path in RECORDS], ids=NAMES)
-def test_figures_of_a_page_with_a_record_stand_in_its_tables_only(page):
+def test_pages_with_a_record_show_figures_only_in_its_tables(page):
     """No tables except generated ones."""
     if page.exists():
         rest = PLACE.sub("", page.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def test_each_page_but_the_summary_has_a_record(page):
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=NAMES)
-def test_figures_of_sentences_are_told_in_words(path):
+def test_figures_of_sentences_are_described_in_words(path):
     """What was measured -> what came out: a bare number would excuse whatever equals it."""
     for what, figure in read_record(path).get("figures", {}).items():
         assert re.search(r"[a-zA-Z]{3}", what) and isinstance(figure, str) and re.search(r"\d", figure)
@@ -96,7 +96,7 @@ def test_cells_tell_figures_and_intervals():
     assert figures("1,275") == [[1275, None, None]] and figures("`e2e` of 0.1.0") == figures("-") == []
 
 
-def test_pictures_of_what_a_record_lacks_are_refused(tmp_path):
+def test_pictures_of_missing_tables_are_refused(tmp_path):
     table = {"title": "Speeds.", "columns": ["", "speed"], "rows": [["lossless", "1.9"], ["none", "-"]]}
     panel = {"title": "Speeds", "table": "t", "names": [""], "x": "speed"}
     for wrong, match in (

@@ -40,7 +40,7 @@ def test_only_rules_have_a_deferral_rate():
     ] == [False, False, True, True, False, True, True]
 
 
-def test_one_value_stands_for_every_level():
+def test_one_value_applies_to_every_level():
     settings = Settings(method="speculative+opt", alpha=(0.0, 0.3), block_size=4)
     assert settings.of_levels("method", 2) == ("speculative", "opt")
     assert settings.of_levels("alpha", 2) == (0.0, 0.3) and settings.block_sizes(2) == (4, 4)
@@ -59,7 +59,7 @@ def test_adaptive_blocks_that_never_stop_are_fixed_ones():
     assert Settings(block_size=3, stop_below=0.2).stops is None
 
 
-def test_lossless_is_what_every_level_is():
+def test_settings_are_lossless_if_every_level_is():
     lossless = "speculative", "speculative+speculative", METHODS["speculative"]
     assert all(Settings(method=method).lossless for method in lossless)
     assert not any(Settings(method=method).lossless for method in ("speculative+opt", "opt", "bild"))

@@ -52,7 +52,7 @@ def names(tree):
 
 
 @pytest.mark.full
-def test_misspelt_names_are_found(copy):
+def test_misspelt_names_are_detected(copy):
     """Each name by both tools; and nothing is found where nothing is planted."""
     assert said(["ruff", "check", "."], copy) == (0, "All checks passed!\n")
     assert said(["mypy"], copy)[0] == 0

@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_ends_the_other_and_the_same_command_resumes(
 
 
 @pytest.mark.full
-def test_what_the_first_process_refuses_ends_all_with_its_sentence(arguments, environment, tmp_path):
+def test_a_refusal_by_the_first_process_ends_all_with_its_sentence(arguments, environment, tmp_path):
     flags = [*arguments, f"--input={tmp_path / 'nothing.txt'}", "--tensor-parallel=2"]
     processes = start_cluster("decode.py", flags, environment)
     errors = [process.communicate(timeout=120)[1] for process in processes]

@@ -188,7 +188,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(mistake, monkeypatch):
+def test_planted_mistakes_are_detected(mistake, monkeypatch):
     name, right, wrong = MISTAKES[mistake]
     function, made = getattr(verification, name), {}
     source = inspect.getsource(function)

@@ -115,7 +115,7 @@ def test_lk_is_the_log_of_what_verification_accepts(rule, alpha):
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_zero_where_the_laws_are_equal_and_only_there(name):
+def test_zero_exactly_where_the_laws_are_equal(name):
     target, draft = laws(4, rows=200)
     np.testing.assert_allclose(value(name, target, target), 0.0, atol=1e-12)
     assert (value(name, target, draft) > 1e-3).all()

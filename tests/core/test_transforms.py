@@ -46,7 +46,7 @@ def test_every_combination_is_the_oracles():
         )
 
 
-def test_rows_have_options_of_their_own():
+def test_rows_have_their_own_options():
     """Row n has the n-th truncation's value, and of the others what leaves every token in."""
     rows = len(LOGITS)
     temperature = np.array([1.0, 0.0, 0.5, 2.0, 1.0, 1.0], np.float32)

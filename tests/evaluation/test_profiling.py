@@ -107,7 +107,7 @@ def test_contestants_take_turns_to_go_first():
     assert {name: len(own) for name, own in found.items()} == dict.fromkeys("abc", 6)
 
 
-def test_a_step_is_what_is_left_without_the_prefill():
+def test_a_step_excludes_the_prefill():
     counts, widths = [3, 9, 4, 7, 12], [16, 32, 16, 48, 32]
     seconds = [0.25 * n + 0.01 * width + 2 for n, width in zip(counts, widths, strict=True)]
     assert slope(counts, widths, seconds) == pytest.approx(0.25)

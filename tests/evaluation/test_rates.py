@@ -55,7 +55,7 @@ def test_counts_that_do_not_fit(row, size):
         check_counts([row], [size])
 
 
-def test_what_a_sampler_of_its_own_kind_costs_is_not_predicted():
+def test_the_cost_of_a_custom_sampler_is_not_predicted():
     point = Settings(method="mine", block_size=1)
     assert math.isnan(cost_a_token(point, Quality(None, {"steps": 3}, 0.0, 3), 0.1))
     assert cost_a_token(point, Quality(None, TALLY, 0.0, 4), 0.1) == pytest.approx(1.4 / 4)

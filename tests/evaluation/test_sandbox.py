@@ -101,7 +101,7 @@ def test_a_verdict_cannot_be_forged(name, sandbox):
     assert verdict.outcome in ("failed", "died"), verdict
 
 
-def test_what_is_sent_as_an_answer_is_only_data(sandbox):
+def test_answers_of_programs_are_only_data(sandbox):
     """Whatever a program sends, the judge gives a verdict, and it is not `passed`."""
     for said in (
         "",

@@ -180,7 +180,7 @@ def test_an_invalid_grid_is_refused(change, field, value):
         ({"top_ps": [float("nan")]}, "top_p", NAN),
     ],
 )
-def test_a_grid_refuses_what_no_text_is_decoded_with(change, field, value):
+def test_a_grid_refuses_invalid_settings(change, field, value):
     with pytest.raises(FieldError) as refused:
         grid(BASE, **SMALL_GRID | change)
     assert (refused.value.field, refused.value.value) == (field, value)

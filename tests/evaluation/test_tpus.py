@@ -147,7 +147,7 @@ def test_a_drafter_that_catches_up_keeps_the_layout_of_its_caches(rows, devices)
 
 
 @pytest.mark.full
-def test_a_block_is_verified_in_what_is_read_token_by_token(devices):
+def test_block_verification_reads_no_more_than_token_verification(devices):
     """Of a vocabulary as large as Gemma's: what a block needs is computed from distributions that are on the
     chip. The models are the smallest, so that little else is read."""
     wide, read = dataclasses.replace(T5, vocab_size=256_000, num_decoder_layers=1), []

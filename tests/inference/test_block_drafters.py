@@ -76,7 +76,7 @@ def test_a_text_does_not_depend_on_its_batch(cascade):
         assert (together[n].tokens, together[n].counts) == (alone.tokens, alone.counts)
 
 
-def test_what_decodes_them(cascade):
+def test_which_sampler_decodes_block_drafters(cascade):
     sampler, nest = cascade.sampler(Settings(block_size=4))
     assert type(sampler) is Speculative and sampler.drafter == Parallel(NETWORK.members[0], 5)
     assert sampler.models == NETWORK and nest is cascade.params[0]
@@ -95,7 +95,7 @@ def test_what_decodes_them(cascade):
         ({"method": "token_cascade"}, "method", "token_cascade"),
     ],
 )
-def test_what_such_a_drafter_cannot_do(cascade, options, field, value):
+def test_unsupported_settings_of_block_drafters_are_refused(cascade, options, field, value):
     with pytest.raises(FieldError) as refused:
         cascade.generate(SENTENCES, **options)
     assert (refused.value.field, refused.value.value) == (field, value)

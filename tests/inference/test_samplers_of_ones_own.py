@@ -301,7 +301,7 @@ def test_two_objects_of_one_name_are_refused(holding, names):
     assert (refused.value.field, refused.value.value) == ("method", names[0] or "custom")
 
 
-def test_settings_with_it_are_a_rows_own(cascade):
+def test_settings_with_a_sampler_object_compare_equal(cascade):
     settings = Settings(method=Autoregressive(cascade.verifier))
     assert settings.scheme(1) == Settings(method=Autoregressive(cascade.verifier)).scheme(1)
     assert dataclasses.replace(settings, seed=3).name == "custom"

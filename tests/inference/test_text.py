@@ -131,7 +131,7 @@ def test_eight_devices_decode_as_one(t5_pair, cascade):
     assert streamed == expected[0].text
 
 
-def test_streaming_ends_with_what_generate_gives(cascade):
+def test_streaming_ends_with_the_text_of_generate(cascade):
     options = {"method": "token_v3", "alpha": 0.3, "block_size": 2, "temperature": 1.0, "seed": 5}
     parts = list(cascade.stream(SENTENCES[0], **options))
     assert parts[-1] == next(iter(cascade.generate([SENTENCES[0]], **options))).text
@@ -211,7 +211,7 @@ def law_of(output):
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_batch_of_unlike_requests_writes_what_each_writes_alone(cascade, batch_size):
+def test_each_request_of_a_mixed_batch_writes_the_same_as_alone(cascade, batch_size):
     """Whatever the methods, leniences, options, limits and stop sequences of its neighbours."""
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
     settings = [UNLIKE[n % len(UNLIKE)] for n in range(len(texts))]

@@ -156,7 +156,7 @@ def test_training_finds_what_opt_misses(rng):
     assert 0.9 * best < kept(estimate, tries) < 1.1 * best
 
 
-def test_what_a_mixture_learns_from():
+def test_the_observations_of_a_mixture():
     """How likely each token of some texts is to both models, and what is known before it."""
     cascade, prompts = pair(), ["1", "12", "20"]
     sources, length = pad(cascade.encode(prompts)[0], 4, 0)

@@ -282,14 +282,14 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_planted_bugs_change_what_rows_write(planted, toys, monkeypatch):
+def test_planted_bugs_change_the_texts(planted, toys, monkeypatch):
     monkeypatch.setattr(*PLANTED[planted])
     kept = PrefixCache(10**6)
     served(toys.programs, kept, toys.asked)
     assert served(toys.programs, kept, toys.asked)[0] != toys.whole
 
 
-def test_tokens_of_another_vocabulary_would_change_what_rows_write(foreign, monkeypatch):
+def test_using_another_vocabularys_tokens_would_change_the_texts(foreign, monkeypatch):
     monkeypatch.setattr(chunks.Reader, "tokens", lambda self, request: request.tokens)
     assert served(foreign.programs, PrefixCache(10**6), foreign.asked)[0] != foreign.whole
 

@@ -145,7 +145,7 @@ def served(programs):
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch_size", [3, 6])
-def test_a_steady_batch_gives_each_row_what_it_gets_alone(
+def test_a_continuous_batch_gives_each_row_the_same_as_alone(
     programs, served, requests, batch_size, monkeypatch
 ):
     """In the order they came, one by one, of all block sizes, some with top-p, while others are cancelled.

@@ -67,7 +67,7 @@ def published(folder, family, template=None):
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_chat_is_what_transformers_makes_of_it(family, tmp_path):
+def test_chats_are_rendered_like_transformers(family, tmp_path):
     """Its text, with and without the beginning of an answer, and its tokens."""
     transformers = pytest.importorskip("transformers")
     ours = Tokenizer(published(tmp_path / "it", family, TEMPLATES[family]))
@@ -114,7 +114,7 @@ def test_special_tokens_have_their_roles_from_the_files_next_to_it(family, tmp_p
         Tokenizer(path)
 
 
-def test_what_lies_next_to_a_tokenizer_goes_with_it(tmp_path):
+def test_files_next_to_a_tokenizer_are_copied_with_it(tmp_path):
     path = published(tmp_path / "it", "llama", TEMPLATES["llama"])
     (tmp_path / "out").mkdir()
     tokenizer_files.copy(path, tmp_path / "out")
@@ -126,7 +126,7 @@ def test_what_lies_next_to_a_tokenizer_goes_with_it(tmp_path):
 
 
 @pytest.mark.full
-def test_a_folder_of_today_decodes_chats(tmp_path):
+def test_a_current_folder_decodes_chats(tmp_path):
     """No <pad>, rows of logits that are no tokens, several tokens that end a text."""
     folder = published(tmp_path / "it", "qwen3", TEMPLATES["qwen3"]).parent
     model = model_of(dataclasses.replace(DECODERS["qwen3"], vocab_size=500, max_positions=4096))

@@ -30,7 +30,7 @@ def test_a_template_that_loops_ends_in_time_and_serves_the_next(hurried):
     assert template.render(USER) == "Why?"
 
 
-def test_those_who_wait_behind_a_loop_wait_no_longer_than_it_may_take(hurried):
+def test_waiting_behind_a_looping_template_is_bounded(hurried):
     template, began = ChatTemplate(WHERE_ASKED, {}), time.monotonic()
 
     def refused(_):
@@ -53,13 +53,13 @@ def test_those_who_wait_behind_a_loop_wait_no_longer_than_it_may_take(hurried):
         "{{ [1] * 10 ** 10 }}",
     ],
 )
-def test_what_no_tokenizer_could_read_is_refused(source):
+def test_an_unusable_rendering_is_refused(source):
     with pytest.raises(ValueError) as error:
         ChatTemplate(source, {}).render(USER)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-def test_half_a_character_of_a_message_is_the_templates_affair_alone():
+def test_an_incomplete_character_in_a_message_reaches_the_template():
     template = ChatTemplate("{{ messages[0].content | length }}", {})
     assert template.render([{"role": "user", "content": "\ud800"}]) == "1"
 

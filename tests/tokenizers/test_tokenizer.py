@@ -55,7 +55,7 @@ def test_a_text_has_the_same_tokens_each_time(tmp_path):
     assert tokenizer.encode_batch(["a" * 40] * 5) == [[3] * 20] * 5
 
 
-def test_what_the_library_says_is_shortened(tmp_path):
+def test_the_librarys_errors_are_shortened(tmp_path):
     """Its errors may cite the whole file."""
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": "x" * 100_000}))

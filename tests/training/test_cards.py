@@ -35,7 +35,7 @@ def header(text):
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
-def test_a_card_says_what_the_log_knows():
+def test_a_card_has_the_facts_of_the_log():
     text = cards.card("mine", "t5", LOG)
     assert header(text) == {
         "library_name": "speccascade_jax",
@@ -56,11 +56,11 @@ def test_a_card_says_what_the_log_knows():
 
 
 @pytest.mark.parametrize("events", [[], LOG[:1], [{"event": "start", "step": 0, "config": {}}]])
-def test_a_log_that_says_little_makes_a_card(events):
+def test_a_sparse_log_makes_a_card(events):
     assert header(cards.card("mine", "t5", events))["library_name"] == "speccascade_jax"
 
 
-def test_a_card_of_somebodys_own_stays(tmp_path):
+def test_an_edited_card_is_kept(tmp_path):
     path = tmp_path / "README.md"
     assert cards.is_ours(path)
     path.write_text(cards.card("mine", "t5", LOG))

@@ -17,7 +17,7 @@ from speccascade_jax.training.data import joined_examples, texts
         ({"source": "one", "targets": "abc"}, "targets", "abc"),
     ],
 )
-def test_a_field_that_an_example_lacks_is_the_errors(tmp_path, example, field, value):
+def test_the_error_names_the_field_that_an_example_lacks(tmp_path, example, field, value):
     (tmp_path / "bad.jsonl").write_text(json.dumps(example) + "\n")
     with pytest.raises(FieldError) as refused:
         list(texts(Task("", "", ""), str(tmp_path / "bad.jsonl")))

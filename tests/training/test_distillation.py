@@ -103,7 +103,7 @@ def overlap_with_pi(p, q, method, alpha):
 
 @pytest.mark.full(quick=["lora", "exits"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_drafter_learns_towards_a_rules_pi(kind):
+def test_every_kind_of_drafter_learns_a_rules_pi(kind):
     """The first loss is -log of what the rule accepts, computed outside; later ones are smaller."""
     student = Student(run_of(kind, divergence="lk", method="token_v3", alpha=0.2))
     batch = batch_of(0)
@@ -119,7 +119,7 @@ def test_every_kind_of_drafter_learns_towards_a_rules_pi(kind):
 
 @pytest.mark.full(quick=["exits"])
 @pytest.mark.parametrize("kind", ["t5", "exits"])
-def test_the_schedule_goes_by_steps_not_batches(kind):
+def test_the_schedule_counts_steps_not_batches(kind):
     """Three steps of two batches each: KL, the mean of both, LK; judged by LK."""
     losses = {name: Student(run_of(kind, divergence=name, accumulate=2)) for name in ("kl", "lk", "kl_to_lk")}
     batch = batch_of(1)
@@ -177,7 +177,7 @@ def base(number_words, tmp_path_factory):
 
 @pytest.mark.full(quick=["0"])
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_run_is_judged_by_what_it_learns(base, tmp_path, lora_rank):
+def test_a_run_is_evaluated_by_its_training_loss(base, tmp_path, lora_rank):
     """A student that is its teacher has nothing to learn from it; from the data it has."""
     config, teacher = base
 
@@ -219,7 +219,7 @@ def test_a_run_is_judged_by_what_it_learns(base, tmp_path, lora_rank):
         ({"teacher": "", "method": "opt", "alpha": -0.1}, "alpha", -0.1),
     ],
 )
-def test_what_no_run_can_learn_is_one_sentence(changes, field, value, base, tmp_path):
+def test_impossible_distillation_is_one_sentence(changes, field, value, base, tmp_path):
     config, folder = base
     named = {key: str(folder) for key in ("teacher",) if key in changes}
     with pytest.raises(FieldError) as error:

@@ -67,7 +67,7 @@ def batch_of(model, params, seed, rows=16):
     return Batch(source, length, np.asarray(found.tokens), np.full(rows, 12, np.int32))
 
 
-def test_what_is_forced_is_what_is_drafted(network):
+def test_forced_logits_equal_drafted_ones(network):
     """Logits of the n-th token of a draft, wherever it began; none for tokens that it cannot draft."""
     model, params = network
     target = np.random.default_rng(1).integers(2, 97, (3, 7)).astype(np.int32)
@@ -209,7 +209,7 @@ def test_a_run_is_exported_next_to_its_verifier(toy):
         ({"init": None}, "init", None),
     ],
 )
-def test_what_cannot_be_trained_is_said_beforehand(changes, field, value, number_words, tmp_path):
+def test_what_cannot_be_trained_is_refused_in_advance(changes, field, value, number_words, tmp_path):
     usual = {"model": PAIR, "init": str(tmp_path), "distillation": 1.0, "output_dir": str(tmp_path / "run")}
     with pytest.raises(FieldError) as error:
         check(dataclasses.replace(number_words, **usual | changes))

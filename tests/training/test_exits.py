@@ -101,7 +101,7 @@ def member_losses(config, params, batch):
 
 @pytest.mark.full(quick=["drafter"])
 @pytest.mark.parametrize("name", FROZEN)
-def test_the_full_model_stays_as_it_is_bit_for_bit(name):
+def test_the_full_model_is_unchanged_bit_for_bit(name):
     """Only what the small members have of their own is trained, and they come closer to the full model."""
     config = run_of(FROZEN[name])
     model, part = model_of(config.model), config.model.full_part
@@ -287,7 +287,7 @@ def test_a_run_fits_members_to_a_checkpoint(name, toy, tmp_path):
     assert losses[1] < losses[0]
 
 
-def test_a_drafter_begins_as_anothers_decoder(toy, tmp_path):
+def test_a_drafter_starts_from_another_models_decoder(toy, tmp_path):
     """What is of the same name: all but the projections, which the other has not."""
     base, full = toy
     shape = dataclasses.replace(DRAFTER, num_encoder_layers=1)
@@ -324,7 +324,7 @@ def test_a_drafter_begins_as_anothers_decoder(toy, tmp_path):
         ({"exits": ExitTraining(curriculum="none")}, "curriculum", "none"),
     ],
 )
-def test_what_cannot_be_trained_is_said_beforehand(changes, field, value, toy, tmp_path):
+def test_what_cannot_be_trained_is_refused_in_advance(changes, field, value, toy, tmp_path):
     base, full = toy
     usual = {"output_dir": str(tmp_path / "run"), "model": FROZEN["adapters"], "init": str(full)}
     with pytest.raises(FieldError) as error:

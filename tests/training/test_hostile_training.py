@@ -130,7 +130,7 @@ def test_values_out_of_their_range_are_named(refused, flag):
         "max-source-length=2000000",
     ],
 )
-def test_what_no_device_holds_is_refused_before_it_is_asked_for(refused, flag):
+def test_a_batch_that_no_device_can_hold_is_refused_before_allocation(refused, flag):
     assert "GiB on each device" in str(refused(f"--{flag}"))
 
 
@@ -180,7 +180,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
         assert list(texts(Task("", "", ""), str(tmp_path / name))) == [("one", "eins", ["eins"])]
 
 
-def test_examples_are_joined_by_ones_and_more(toy):
+def test_join_must_be_at_least_one(toy):
     for join in (0, -1):
         with pytest.raises(FieldError) as error:
             joined_examples(Task("", "", "", join=join), str(toy / "train.jsonl"))
@@ -236,7 +236,7 @@ def test_another_checkpoint_is_not_trained_into(refused, t5_pair, tmp_path):
     assert {path.name: path.read_bytes() for path in (t5_pair / "drafter").iterdir()} == before
 
 
-def test_a_host_out_of_reach_is_said_at_once(toy, tmp_path):
+def test_an_unreachable_host_is_reported_at_once(toy, tmp_path):
     """Without TensorStore's own log, and before anything is made."""
     environment = os.environ | {"TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:9", "JAX_PLATFORMS": "cpu"}
     for flag in ("--tokenizer", "--init", "--teacher"):
@@ -311,7 +311,7 @@ def teacher(t5_pair):
     )
 
 
-def test_teacher_outputs_are_gone_on_with_only_where_they_are_their_own(toy, teacher, tmp_path):
+def test_teacher_outputs_are_resumed_only_with_the_same_settings(toy, teacher, tmp_path):
     task = Task(str(toy / "train.jsonl"), "", "", max_source_length=16, max_target_length=4)
     path, part = tmp_path / "outputs.jsonl", tmp_path / "outputs.jsonl.part"
     settings = {"task": dataclasses.asdict(task), "count": 3}
@@ -360,7 +360,7 @@ def test_teacher_outputs_are_gone_on_with_only_where_they_are_their_own(toy, tea
         "localhost:1234,2",
     ],
 )
-def test_a_cluster_that_is_none_is_said_at_once(refused, cluster):
+def test_an_invalid_cluster_is_refused_at_once(refused, cluster):
     assert "HOST:PORT,PROCESSES,NUMBER" in str(refused(f"--cluster={cluster}"))
 
 
@@ -370,7 +370,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_processes_that_do_not_come_are_waited_for_and_named(refused, monkeypatch):
+def test_missing_processes_are_awaited_and_named(refused, monkeypatch):
     """Where JAX itself would end the process, after five minutes, with a stack trace."""
     monkeypatch.setattr(cluster, "PATIENCE", 0.5)
     port = free_port()
@@ -425,7 +425,7 @@ def test_a_damaged_log_stops_nothing(tmp_path):
     assert (run / "loss.png").stat().st_size > 1000
 
 
-def test_the_check_of_parameters_sees_one_number(toy):
+def test_the_check_of_parameters_detects_one_bad_number(toy):
     """Of all, NaN and infinity, in any array."""
     from speccascade_jax.config import load
     from speccascade_jax.models import model_of
@@ -442,7 +442,7 @@ def test_the_check_of_parameters_sees_one_number(toy):
     assert not steps.finite(tree | {"a": tree["a"].at[3, 1].set(math.nan)})
 
 
-def test_connect_names_what_it_was_given():
+def test_connect_names_its_argument():
     with pytest.raises(FieldError) as refused:
         connect("me")
     assert (refused.value.field, refused.value.value) == ("cluster", "me")

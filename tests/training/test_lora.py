@@ -129,7 +129,7 @@ def test_chosen_kernels_only():
         ({"model": ExitsConfig(DECODERS["llama"], (1,))}, "lora_rank", 3),
     ],
 )
-def test_adapters_that_cannot_be_are_one_sentence(change, field, value, tmp_path):
+def test_impossible_adapters_are_one_sentence(change, field, value, tmp_path):
     usual = {"init": str(tmp_path), "tokenizer": "x.model", "export_dir": None}
     with pytest.raises(FieldError) as error:
         check(dataclasses.replace(trained_like(DECODERS["llama"]), **usual | change))

@@ -67,7 +67,7 @@ def test_short_targets_are_right_or_wrong_as_a_whole():
     assert metric_of([("a", "one two three four")] * 3) == "bleu"
 
 
-def test_what_is_written_can_be_trained(folder, capsys):
+def test_written_configs_can_be_trained(folder, capsys):
     assert main(["new", "sums", "--data=pairs.jsonl"]) == 0
     capsys.readouterr()
     verifier, drafter, pair = (configs.load(f"sums{role}") for role in ("_verifier", "_drafter", ""))

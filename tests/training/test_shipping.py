@@ -63,7 +63,7 @@ def run(demo, tmp_path):
     return trained
 
 
-def test_a_run_exports_to_its_own_folder_and_ships_when_told_to(run, demo, tmp_path):
+def test_a_run_exports_to_its_own_folder_and_ships_on_request(run, demo, tmp_path):
     before = contents(demo)
     assert run() == 0
     assert contents(demo) == before
@@ -102,7 +102,7 @@ def test_no_config_writes_into_the_package_without_ship(name):
         assert checks.shipped_at(config).exists()
 
 
-def test_what_is_shipped_has_one_config():
+def test_shipped_weights_have_one_config():
     names = [
         config.shipped
         for config in map(configs.load, configs.available())
@@ -118,7 +118,7 @@ def test_a_router_takes_the_place_of_routers_only(tmp_path, capsys):
     assert str(tmp_path / "notes.json") in capsys.readouterr().err
 
 
-def test_a_router_is_shipped_when_told_to(demo, tmp_path, monkeypatch):
+def test_a_router_is_shipped_on_request(demo, tmp_path, monkeypatch):
     """And its own file is written either way."""
     network = (DEMO / "router.json").read_text()
 

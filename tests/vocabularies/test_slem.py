@@ -180,7 +180,7 @@ def renumbered(tmp_path_factory):
     return folder
 
 
-def test_what_the_drafter_has_read_is_what_it_drafts_from(renumbered, monkeypatch):
+def test_the_drafter_drafts_from_the_text_that_it_has_read(renumbered, monkeypatch):
     """A drafter that is its verifier in other numbers is hardly ever rejected, up to the last round. (Where a
     text repeats itself, the place at which a draft goes on can be mistaken.)"""
     monkeypatch.setattr(slem, "LEAST_CHANCE", 0.0)
