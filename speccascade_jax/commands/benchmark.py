@@ -12,7 +12,7 @@ shorter than --min-tokens are skipped. Compilation is not timed.
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -277,58 +277,25 @@ def time_decodings(
 ) -> None:
     """Times whole decodings of --input: every block size against the verifier alone and other libraries."""
     inputs = with_widths(texts, cascade)
-    base = Settings(
-        temperature=arguments.temperature, hand_over=run.hand_over, verification=arguments.verification
-    )
     block_sizes = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
     alone = ("verifier",) if cascade.looks_up_alone else ("verifier", "drafter")
-    settings = {name: dataclasses.replace(base, method=name) for name in alone}
-    settings |= {
-        f"block size {size}": dataclasses.replace(
-            base, method=arguments.method, block_size=size, alpha=arguments.alpha
-        )
-        for size in block_sizes
-    }
     others = decoders_elsewhere(arguments, run, cascade)
     contestants: dict[str, Contestant] = {
-        **{name: partial(timed, cascade, chosen) for name, chosen in settings.items()},
-        **{name: partial(timed_elsewhere, cascade, decode) for name, decode in others.items()},
+        name: partial(timed, cascade, chosen)
+        for name, chosen in decodings(arguments, run, alone, block_sizes).items()
     }
+    contestants |= {name: partial(timed_elsewhere, cascade, decode) for name, decode in others.items()}
     for decode in track(contestants.values(), "compiling"):
         for text in {width: text for text, width in inputs}.values():
             decode(0, text)
 
     every = profiling.in_turn(contestants, track([text for text, _ in inputs], "timing"))
-    least = arguments.min_tokens
-    kept = [n for n, (_, output) in enumerate(every["verifier"]) if len(output.tokens) >= least]
-    if len(kept) < 3:  # a slope needs three points
-        raise FieldError(
-            "limit",
-            arguments.limit,
-            "raise --limit or --join.",
-            f"only {len(kept)} inputs have outputs of at least {least} tokens",
-        )
+    kept = long_enough(arguments, every["verifier"])
     seconds = {name: [runs[n][0] for n in kept] for name, runs in every.items()}
     outputs = {name: [runs[n][1] for n in kept] for name, runs in every.items()}
     widths = [inputs[n][1] for n in kept]
     step = {name: slope([len(o.tokens) for o in outputs[name]], widths, seconds[name]) for name in alone}
-    of_drafter = (
-        {
-            "drafter step, ms": 1e3 * step["drafter"],
-            "verifier step / drafter step": step["verifier"] / step["drafter"],
-        }
-        if "drafter" in step
-        else {}
-    )
-    report.table(
-        "one model alone",
-        {
-            "inputs": len(kept),
-            "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs["verifier"]])),
-            "verifier step, ms": 1e3 * step["verifier"],
-            **of_drafter,
-        },
-    )
+    report_models(step, outputs["verifier"], report)
     for block_size in block_sizes:
         name = f"block size {block_size}"
         figures = {
@@ -341,17 +308,73 @@ def time_decodings(
         }
         report.table(f"{arguments.method}, {name}, temperature {arguments.temperature}", figures)
     if others:
-        report.table(
-            "the verifier alone here",
-            {f"times as fast as {other}": ratios(seconds[other], seconds["verifier"]) for other in others},
+        report_others(list(others), seconds, outputs, report)
+
+
+def decodings(
+    arguments: Arguments, run: DecodeConfig, alone: Sequence[str], block_sizes: Sequence[Any]
+) -> dict[str, Settings]:
+    """The settings of each model alone and of the method at each block size, by the names in tables."""
+    base = Settings(
+        temperature=arguments.temperature, hand_over=run.hand_over, verification=arguments.verification
+    )
+    settings = {name: dataclasses.replace(base, method=name) for name in alone}
+    return settings | {
+        f"block size {size}": dataclasses.replace(
+            base, method=arguments.method, block_size=size, alpha=arguments.alpha
         )
-        same = {
-            other: np.mean(
-                [a.tokens == b.tokens for a, b in zip(outputs[other], outputs["verifier"], strict=True)]
-            )
-            for other in others
+        for size in block_sizes
+    }
+
+
+def long_enough(arguments: Arguments, runs: Sequence[tuple[float, Output]]) -> list[int]:
+    """The indices of the inputs whose outputs have --min-tokens. Raises FieldError if they are too few to fit
+    a slope."""
+    least = arguments.min_tokens
+    kept = [n for n, (_, output) in enumerate(runs) if len(output.tokens) >= least]
+    if len(kept) < 3:
+        raise FieldError(
+            "limit",
+            arguments.limit,
+            "raise --limit or --join.",
+            f"only {len(kept)} inputs have outputs of at least {least} tokens",
+        )
+    return kept
+
+
+def report_models(step: Mapping[str, float], outputs: Sequence[Output], report: Report) -> None:
+    """Reports the seconds of a step of each model, and the verifier's outputs."""
+    figures = {
+        "inputs": len(outputs),
+        "mean verifier output, tokens": float(np.mean([len(o.tokens) for o in outputs])),
+        "verifier step, ms": 1e3 * step["verifier"],
+    }
+    if "drafter" in step:
+        figures |= {
+            "drafter step, ms": 1e3 * step["drafter"],
+            "verifier step / drafter step": step["verifier"] / step["drafter"],
         }
-        report.table("outputs equal to the verifier's here", {k: f"{v:.1%}" for k, v in same.items()})
+    report.table("one model alone", figures)
+
+
+def report_others(
+    others: Sequence[str],
+    seconds: Mapping[str, Sequence[float]],
+    outputs: Mapping[str, Sequence[Output]],
+    report: Report,
+) -> None:
+    """Reports other libraries' times, and the number of their outputs that equal the verifier's."""
+    report.table(
+        "the verifier alone here",
+        {f"times as fast as {other}": ratios(seconds[other], seconds["verifier"]) for other in others},
+    )
+    same = {
+        other: np.mean(
+            [a.tokens == b.tokens for a, b in zip(outputs[other], outputs["verifier"], strict=True)]
+        )
+        for other in others
+    }
+    report.table("outputs equal to the verifier's here", {k: f"{v:.1%}" for k, v in same.items()})
 
 
 def rounds_of(

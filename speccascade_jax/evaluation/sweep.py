@@ -124,6 +124,39 @@ def grid(
     alphas_after without a marker.
     """
     ways = (base.verification,) if verifications is None else verifications
+    _check_lists(base, methods, alphas, block_sizes, temperatures, top_ps, ways, alphas_after)
+    points: dict[Settings, None] = {}
+    rules = {method: _rule(method, known) for method in methods}
+    if len(rules) < len(methods):
+        twice = next(method for method in methods if methods.count(method) > 1)
+        raise FieldError("methods", twice, "name it once.", f"--methods names {twice!r} twice")
+    for temperature, top_p in itertools.product(temperatures, top_ps):
+        changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+        chosen = dataclasses.replace(base, **changes)
+        points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
+        for method, rule in rules.items():
+            if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
+                continue
+            settings = chosen.by(method, known)
+            points |= dict.fromkeys(_points_of(settings, rule, alphas, block_sizes, ways, alphas_after))
+        if temperature > 0 and top_p is None:
+            points |= dict.fromkeys(_truncated(chosen, truncations, block_sizes, ways[0]))
+    for point in points:
+        point.check(10**9, known=known)  # the vocabulary size is unknown before the models are loaded
+    return list(points)
+
+
+def _check_lists(
+    base: Settings,
+    methods: Sequence[str],
+    alphas: Sequence[float] | None,
+    block_sizes: Sequence[Any],
+    temperatures: Sequence[float],
+    top_ps: Sequence[float | None],
+    ways: Sequence[str],
+    alphas_after: Sequence[float] | None,
+) -> None:
+    """Raises FieldError for an empty list, a block size below 1, and alphas_after without a marker."""
     if (least := min((size for size in block_sizes if isinstance(size, int)), default=1)) < 1:
         raise FieldError("block_sizes", least, "each is at least 1.", f"--block-sizes holds {least}")
     for name, values in (
@@ -144,53 +177,51 @@ def grid(
             "name one with --alpha-after, whatever its lenience.",
             "--alphas-after holds leniences after a marker, and there is no marker",
         )
-    points: dict[Settings, None] = {}
-    rules = {method: _rule(method, known) for method in methods}
-    if len(rules) < len(methods):
-        twice = next(method for method in methods if methods.count(method) > 1)
-        raise FieldError("methods", twice, "name it once.", f"--methods names {twice!r} twice")
-    for temperature, top_p in itertools.product(temperatures, top_ps):
-        changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
-        chosen = dataclasses.replace(base, **changes)
-        points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
-        for method, rule in rules.items():
-            if method in SINGLE_MODEL or (isinstance(rule, Scheme) and rule.greedy and temperature != 0):
-                continue
-            settings = chosen.by(method, known)
-            sizes = [(1, TOKEN.name)] if isinstance(rule, Scheme) else itertools.product(block_sizes, ways)
-            leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
-            if isinstance(rule, Method) and rule.lossless:
-                leniences = (0.0,)
-            spans: list[Any] = [settings.alpha_after]
-            if settings.alpha_after and alphas_after is not None:
-                values = [_lenience("alphas_after", method, rule, alpha) for alpha in alphas_after]
-                spans = [dict.fromkeys(settings.alpha_after, value) for value in values]
-            for (block_size, way), alpha, span in itertools.product(sizes, leniences, spans):
-                point = dataclasses.replace(
-                    settings,
-                    block_size=block_size,
-                    verification=way,
-                    alpha=_lenience("alphas", method, rule, alpha),
-                    alpha_after=span,
-                )
-                points[point] = None
-        for kind in truncations if temperature > 0 else ():
-            for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None and top_p is None else ():
-                changed: dict[str, Any] = {
-                    kind: value,
-                    "alpha": 0.0,
-                    "alpha_after": {},
-                    "verification": ways[0],
-                }
-                cuts = [
-                    dataclasses.replace(chosen, **changed, method=method, block_size=size)
-                    for method in LOSSLESS
-                    for size in block_sizes
-                ]
-                points |= dict.fromkeys([alone(cuts[0], "verifier"), *cuts])
-    for point in points:
-        point.check(10**9, known=known)  # the vocabulary size is unknown before the models are loaded
-    return list(points)
+
+
+def _points_of(
+    settings: Settings,
+    rule: Method | Scheme,
+    alphas: Sequence[float] | None,
+    block_sizes: Sequence[Any],
+    ways: Sequence[str],
+    alphas_after: Sequence[float] | None,
+) -> Iterator[Settings]:
+    """The points of one method, settings.method, whose entry is `rule`."""
+    method = settings.name
+    sizes = [(1, TOKEN.name)] if isinstance(rule, Scheme) else itertools.product(block_sizes, ways)
+    leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas
+    if isinstance(rule, Method) and rule.lossless:
+        leniences = (0.0,)
+    spans: list[Any] = [settings.alpha_after]
+    if settings.alpha_after and alphas_after is not None:
+        values = [_lenience("alphas_after", method, rule, alpha) for alpha in alphas_after]
+        spans = [dict.fromkeys(settings.alpha_after, value) for value in values]
+    for (block_size, way), alpha, span in itertools.product(sizes, leniences, spans):
+        yield dataclasses.replace(
+            settings,
+            block_size=block_size,
+            verification=way,
+            alpha=_lenience("alphas", method, rule, alpha),
+            alpha_after=span,
+        )
+
+
+def _truncated(
+    chosen: Settings, truncations: Sequence[str], block_sizes: Sequence[Any], way: str
+) -> Iterator[Settings]:
+    """The verifier alone and the LOSSLESS methods at all values of each truncation that `chosen` leaves
+    off."""
+    for kind in truncations:
+        for value in TRUNCATIONS[kind].sweep if getattr(chosen, kind) is None else ():
+            changed: dict[str, Any] = {kind: value, "alpha": 0.0, "alpha_after": {}, "verification": way}
+            cuts = [
+                dataclasses.replace(chosen, **changed, method=method, block_size=size)
+                for method in LOSSLESS
+                for size in block_sizes
+            ]
+            yield alone(cuts[0], "verifier")
+            yield from cuts
 
 
 def _rule(method: str, known: Mapping[str, Method | Scheme]) -> Method | Scheme:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from speccascade_jax.experiments import libraries, models, races, speeds, sweeps, verification
+from speccascade_jax.experiments import commands, libraries, models, races, speeds, sweeps, verification
 from speccascade_jax.experiments.findings import Experiment
 
 TRADED: dict[str, Any] = {
@@ -28,6 +28,21 @@ LOSSLESS_SPEEDS = Experiment(
         batch_sizes=(1, 16),
         timed=96,
         trials=3,
+    ),
+)
+WHOLE_RUNS = Experiment(
+    "whole-runs",
+    "How many times as fast whole runs of decode.py are with lossless decoding.",
+    "lossless",
+    commands.Runs(
+        config="demo",
+        method="speculative",
+        baseline="verifier",
+        block_sizes=(3, 5, 7),
+        temperatures=(0.0, 1.0),
+        dtypes=("float32", "bfloat16"),
+        timed=60,
+        trials=5,
     ),
 )
 BLOCK_CALLS = Experiment(
@@ -338,6 +353,7 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         LOSSLESS_SPEEDS,
+        WHOLE_RUNS,
         BLOCK_CALLS,
         BLOCK_EXPECTED,
         BLOCK_TIMES,

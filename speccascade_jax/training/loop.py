@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from speccascade_jax.checkpoints import huggingface, native, tokenizer_files
 from speccascade_jax.checkpoints.arrays import Placement, reason
-from speccascade_jax.config import TrainConfig
+from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
 from speccascade_jax.inference.text import Cascade
@@ -30,12 +30,12 @@ from speccascade_jax.parallel import make_mesh, parameter_sharding, split_rows, 
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
 from speccascade_jax.training import cards, distillation, lora
 from speccascade_jax.training.checks import check, check_memory, export_folders
-from speccascade_jax.training.data import TrainingBatches, joined_examples, validation_batches
+from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, validation_batches
 from speccascade_jax.training.exits import split
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters, load_teacher, placement, prepare_tokenizer
 from speccascade_jax.training.reporting import Reporter, loss_curve, portable, read_events
-from speccascade_jax.training.steps import make_steps, one_step
+from speccascade_jax.training.steps import Steps, make_steps, one_step
 from speccascade_jax.vocabularies.matching import cut_as
 
 Array = jax.Array
@@ -91,22 +91,26 @@ def validation_quality(
     def score(params: nnx.State) -> float | None:
         if not examples or metric is None:
             return None
-        params = gather(params)
-        cascade = Cascade(
-            (model, model),
-            (params, params),
-            tokenizer,
-            task.prefix,
-            task.max_source_length,
-            task.max_target_length,
-            suffix=task.suffix,
-        )
+        cascade = writer_of(task, model, gather(params), tokenizer)
         outputs = cascade.generate(
             [source for source, _ in examples], method="verifier", batch_size=32, truncate=True
         )
         return metric([o.text for o in outputs], [references for _, references in examples])
 
     return score
+
+
+def writer_of(task: Task, model: Model, params: nnx.State, tokenizer: Tokenizer) -> Cascade:
+    """A model alone, as a cascade that decodes a task's inputs with `method="verifier"`."""
+    return Cascade(
+        (model, model),
+        (params, params),
+        tokenizer,
+        task.prefix,
+        task.max_source_length,
+        task.max_target_length,
+        suffix=task.suffix,
+    )
 
 
 def start(
@@ -158,43 +162,43 @@ def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False)
     return run
 
 
+class Lessons(NamedTuple):
+    """What a run learns from, and what it is judged by."""
+
+    tokenizer: Tokenizer
+    task: Task  # with the teacher's texts as targets, if it writes some
+    judged: TrainConfig  # whose validation examples count
+    teacher: Model | None = None
+    teacher_params: nnx.State | None = None
+    cut: Any = None  # how the teacher's tokenizer splits a text
+
+
+def prepare_lessons(config: TrainConfig, mesh: Mesh) -> Lessons:
+    """Trains the tokenizer, loads the teacher, and decodes its outputs, if the config requires them."""
+    tokenizer = in_turn(lambda: prepare_tokenizer(config))
+    if config.teacher is None:
+        return Lessons(tokenizer, config.task, config)
+    task, judged = config.task, config
+    teacher, params, teacher_tokenizer = load_teacher(config.teacher, config, tokenizer, mesh)
+    cut = cut_as(teacher_tokenizer, tokenizer) if config.teacher_tokens else None
+    if config.teacher_outputs is not None:
+        path, singles = Path(config.teacher_outputs), config.teacher_singles
+        writer = writer_of(task, teacher, params, teacher_tokenizer)
+        write = partial(distillation.write_outputs, writer, task, path, config.teacher_examples)
+        in_turn(partial(write, singles=singles))
+        task = distillation.distilled(task, path, singles)
+        judged = in_turn(partial(distillation.judged_by, writer, config))
+    return Lessons(tokenizer, task, judged, teacher, params, cut)
+
+
 def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None:
     """Trains, and writes the run's log and saves to its folder."""
-    run, task, judged = Path(config.output_dir), config.task, config
+    run = Path(config.output_dir)
     rows = math.lcm(8, jax.device_count())
     validation_rows = rows * -(-32 // rows)
     check_memory(config, validation_rows)
-    tokenizer = in_turn(lambda: prepare_tokenizer(config))
+    tokenizer, task, judged, teacher, teacher_params, cut = prepare_lessons(config, mesh)
     score = validation_quality(config, tokenizer, mesh, metric)
-    teacher, teacher_params, cut = None, None, None
-    if config.teacher is not None:
-        teacher, teacher_params, teacher_tokenizer = load_teacher(config.teacher, config, tokenizer, mesh)
-        cut = cut_as(teacher_tokenizer, tokenizer) if config.teacher_tokens else None
-        if config.teacher_outputs is not None:
-            path, writer = (
-                Path(config.teacher_outputs),
-                Cascade(
-                    (teacher, teacher),
-                    (teacher_params, teacher_params),
-                    teacher_tokenizer,
-                    task.prefix,
-                    task.max_source_length,
-                    task.max_target_length,
-                    suffix=task.suffix,
-                ),
-            )
-            in_turn(
-                partial(
-                    distillation.write_outputs,
-                    writer,
-                    task,
-                    path,
-                    config.teacher_examples,
-                    singles=config.teacher_singles,
-                )
-            )
-            task = distillation.distilled(task, path, config.teacher_singles)
-            judged = in_turn(partial(distillation.judged_by, writer, config))
     validation = validation_batches(judged, tokenizer, validation_rows, cut)
     data = TrainingBatches(task, tokenizer, config.batch_tokens, config.seed, rows, cut=cut)
     model = model_of(config.model, dtype=config.dtype, remat=config.remat)
@@ -205,17 +209,7 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     steps = make_steps(model, config, optimizer, mesh, teacher, tokenizer.eos_id)
     merged = lora.merging(config, mesh)
     with Reporter(run, step, config.steps, quiet=jax.process_index() > 0) as report:
-        report.record(
-            "start",
-            step,
-            config=portable(dataclasses.asdict(config)),
-            jax=jax.__version__,
-            device=str(jax.devices()[0]),
-            devices=jax.device_count(),
-            machine=platform.machine(),
-            parameters=sum(x.size for x in jax.tree.leaves(params)),
-            trained=sum(x.size for x in jax.tree.leaves(split(config, params)[0])),
-        )
+        record_start(report, step, config, params)
         began, pending, tokens = time.monotonic(), [], 0
         while step < config.steps:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -233,25 +227,12 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                 continue
             kept = latest.latest_step()
             seen = finite(pending, step, kept)
-            seconds = time.monotonic() - began
-            report.record(
-                "log",
-                step,
-                loss=float(np.mean([loss for loss, _ in seen])),
-                gradient_norm=float(np.mean([norm for _, norm in seen])),
-                tokens_per_second=tokens / seconds,
-                seconds=seconds,
-            )
+            record_steps(report, step, seen, tokens, time.monotonic() - began)
             if (evaluates or saves) and not steps.finite((params, opt_state)):
                 raise diverged("a parameter or the optimizer's state", step, kept)
             whole = merged(params) if evaluates or saves else params
             if evaluates:
-                sums = [
-                    jax.device_get(steps.losses(params, split_rows(mesh, batch), teacher_params))
-                    for batch in validation
-                ]
-                total, number = np.sum(sums, axis=0)
-                mean = float(total / number)
+                mean = validation_loss(steps, params, teacher_params, validation, mesh)
                 if not math.isfinite(mean):
                     raise diverged("the validation loss", step, kept)
                 report.record("evaluation", step, loss=mean, quality=score(whole), metric=task.metric)
@@ -263,6 +244,45 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                 )
             del whole  # with adapters it is an extra copy of the model
             began, pending, tokens = time.monotonic(), [], 0
+
+
+def validation_loss(
+    steps: Steps, params: nnx.State, teacher_params: Any, validation: Sequence[Batch], mesh: Mesh
+) -> float:
+    """The mean loss of a token of the validation batches."""
+    sums = [
+        jax.device_get(steps.losses(params, split_rows(mesh, batch), teacher_params)) for batch in validation
+    ]
+    total, number = np.sum(sums, axis=0)
+    return float(total / number)
+
+
+def record_start(report: Reporter, step: int, config: TrainConfig, params: nnx.State) -> None:
+    report.record(
+        "start",
+        step,
+        config=portable(dataclasses.asdict(config)),
+        jax=jax.__version__,
+        device=str(jax.devices()[0]),
+        devices=jax.device_count(),
+        machine=platform.machine(),
+        parameters=sum(x.size for x in jax.tree.leaves(params)),
+        trained=sum(x.size for x in jax.tree.leaves(split(config, params)[0])),
+    )
+
+
+def record_steps(
+    report: Reporter, step: int, seen: Sequence[tuple[float, float]], tokens: int, seconds: float
+) -> None:
+    """Records the (loss, gradient norm) of the steps up to `step`, their tokens and their seconds."""
+    report.record(
+        "log",
+        step,
+        loss=float(np.mean([loss for loss, _ in seen])),
+        gradient_norm=float(np.mean([norm for _, norm in seen])),
+        tokens_per_second=tokens / seconds,
+        seconds=seconds,
+    )
 
 
 def save_every(config: TrainConfig) -> int:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from corpora import SENTENCES
 
 from speccascade_jax.commands.commandline import console
 from speccascade_jax.config import DecodeConfig
@@ -23,7 +24,7 @@ from speccascade_jax.evaluation import (
 )
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
-from speccascade_jax.experiments import findings, sweeps
+from speccascade_jax.experiments import commands, findings, sweeps
 from speccascade_jax.experiments.findings import Bench
 from speccascade_jax.experiments.table import EXPERIMENTS
 from speccascade_jax.inference.text import Output
@@ -102,6 +103,9 @@ def made_by_hand(monkeypatch):
     )
     monkeypatch.setattr(
         other_libraries, "decoders", lambda *_: {"another, verifier": lambda row: (50.0, [5] * 25)}
+    )
+    monkeypatch.setattr(
+        commands, "tokens_per_second", lambda flags, texts: 100.0 + 50 * ("speculative" in flags)
     )
     monkeypatch.setattr(
         measurements,
@@ -195,6 +199,36 @@ def test_speeds_are_those_of_the_decoders(made_by_hand, tmp_path):
             column = table["columns"].index(f"block size {size}")
             assert {row[column] for row in table["rows"]} == {value.format(size + 1)}
     assert {row[4] for row in result.tables["speeds"]["rows"]} == {"10.0"}  # the drafter alone
+
+
+def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, tmp_path):
+    """Every trial has one run of each decoder; the second measurement reads all of them."""
+    runs = []
+
+    def speed(flags, texts):
+        runs.append(flags[flags.index("--method") + 1])
+        return {"verifier": 100.0, "speculative": 150.0 + 10 * len(runs)}[runs[-1]]
+
+    monkeypatch.setattr(commands, "tokens_per_second", speed)
+    _, result = found("whole-runs", tmp_path)
+    assert runs == ["verifier", "speculative", "speculative"] * 8  # 2 temperatures, 2 dtypes, 2 trials
+    assert result.tables["runs"]["rows"][0] == [
+        "0",
+        "float32",
+        "100 (100 to 100)",
+        "1.85 (1.70 to 2.00)",
+        "1.95 (1.80 to 2.10)",
+    ]
+    assert found("whole-runs", tmp_path)[1] == result and len(runs) == 24
+
+
+@pytest.mark.full
+def test_the_speed_of_a_whole_run_is_that_of_its_summary(t5_pair):
+    flags = [f"--{model}={t5_pair / model}" for model in ("drafter", "verifier")]
+    flags += ["--tokenizer", str(t5_pair / "verifier" / "spiece.model"), "--max-new-tokens=8"]
+    assert commands.tokens_per_second(flags, SENTENCES[:2]) > 0
+    with pytest.raises(ValueError, match=r"decode\.py failed: .*--block-size is 0"):
+        commands.tokens_per_second([*flags, "--block-size=0"], SENTENCES[:2])
 
 
 def test_ways_of_verification_are_compared_at_their_best_block_size(made_by_hand, tmp_path):
