@@ -187,7 +187,7 @@ def _points_of(
     ways: Sequence[str],
     alphas_after: Sequence[float] | None,
 ) -> Iterator[Settings]:
-    """The points of one method, settings.method, whose entry is `rule`."""
+    """The points of the method in `settings`, whose entry is `rule`."""
     method = settings.name
     sizes = [(1, TOKEN.name)] if isinstance(rule, Scheme) else itertools.product(block_sizes, ways)
     leniences = sorted({*TENTHS, *rule.sweep.between}) if alphas is None else alphas

@@ -67,7 +67,7 @@ class Runs:
                 raise ValueError("no speed of a run") from None
 
         path = bench.folder / f"runs-{temperature:g}-{dtype}.jsonl"
-        kept = {"flags": {name: list(given) for name, given in flags.items()}, "trials": self.trials}
+        kept = {"flags": {name: list(words) for name, words in flags.items()}, "trials": self.trials}
         _, file = resume(path, {**described(texts), **kept}, read)
         work = [(t, n) for t in range(self.trials) for n in range(len(flags)) if np.isnan(speeds[n, t])]
         with file:
