@@ -168,8 +168,11 @@ def split_rows(mesh: Mesh, batch: Any) -> Any:
     return placed(NamedSharding(mesh, P(AXIS)), batch)
 
 
-def whole_on(mesh: Mesh, tree: Any) -> Any:
-    """Arrays, the same in every process, whole on every device of the mesh, but for those that are on it."""
+def whole_on(mesh: Mesh | None, tree: Any) -> Any:
+    """Arrays, the same in every process, whole on every device of the mesh, but for those that are on it.
+    Without a mesh, they stay where they are."""
+    if mesh is None:
+        return tree
     at = NamedSharding(mesh, P())
     return jax.tree.map(
         lambda x: x if getattr(getattr(x, "sharding", None), "mesh", None) == mesh else placed(at, x), tree

@@ -1,4 +1,4 @@
-"""The times of each model's calls on this machine."""
+"""The times of each model's calls on this machine, or on the machines that share the models."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from speccascade_jax.cluster import Job
 from speccascade_jax.core import loop
 from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.parallel import shared_by, whole_on
 from speccascade_jax.planning.readings import options_of
 from speccascade_jax.planning.timing import FixedLogits, Part, round_part, stopwatch, time_parts
 from speccascade_jax.settings import Settings
@@ -59,12 +61,14 @@ def call_seconds(
     source_length: int,
     repetitions: int = 9,
     track: Track = lambda work, name: work,
+    job: Job | None = None,
 ) -> tuple[Float[np.ndarray, "M N"], Float[np.ndarray, "M M"]]:
     """Seconds of calls of each model that read n = 1 .. max(widths) tokens, and besides[j, i] of Candidates.
 
     Column 0 is 0. Calls of `widths` tokens are timed, at batch 1, one model after the other, and rounds of
     neighbours and of each model with the largest; others are taken to be as i's with its neighbour. Of what a
-    drafter of several tokens at once reads, all but the first are masks.
+    drafter of several tokens at once reads, all but the first are masks. Processes of a `job` that share the
+    models each measure these themselves, at the same time.
     """
     calls: list[Float[np.ndarray, " N"]] = []
     every, width, last = np.arange(max(widths) + 1), min(5, max(widths)), len(cascade.models) - 1
@@ -83,6 +87,7 @@ def call_seconds(
         timings = time_parts(
             {name: _part(cascade, *sampler, settings, source_length) for name, sampler in samplers.items()},
             repetitions,
+            job=job,
         )
         # A difference of two times may be negative on a busy machine.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
@@ -98,11 +103,13 @@ def call_seconds(
     return np.array(calls), besides
 
 
-def step_watch(cascade: Cascade, settings: Settings, source_length: int) -> Callable[[], float]:
+def step_watch(
+    cascade: Cascade, settings: Settings, source_length: int, job: Job | None = None
+) -> Callable[[], float]:
     """A function that times again the largest model's call for one token, as call_seconds() does, in
     seconds."""
     sampler = _sampler(cascade.models[-1], 1)
-    return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length))
+    return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length), job=job)
 
 
 def at_once(model: LanguageModel) -> bool:
@@ -145,5 +152,8 @@ def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, s
         None,
         cascade.max_new_tokens,
     )
+    params, requests = whole_on(cascade.mesh, (params, requests))
     begin = jax.jit(partial(loop.begin, sampler, max_new_tokens=cascade.max_new_tokens))
-    return round_part(sampler, params, begin(params, requests))
+    with shared_by(params):
+        state = begin(params, requests)
+    return round_part(sampler, params, state)

@@ -3,6 +3,8 @@
 Pieces are timed in turn, in one process, so that a busy machine slows all of them. Each is repeated inside a
 compiled loop, once and many times, and the difference counts: what a call costs besides its rounds (entering
 from Python, copying caches in, converting weights) is no part of one.
+
+Processes that share the models time a piece together: each of its rounds waits for all of them.
 """
 
 import time
@@ -15,9 +17,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from speccascade_jax.cluster import Job
 from speccascade_jax.core import loop
 from speccascade_jax.core.nests import roll_back
 from speccascade_jax.core.protocols import NO_TOKEN, LanguageModel, Params, Prefix, Sampler
+from speccascade_jax.parallel import shared_by
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of how often, and its other arguments
 LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take, or four of them more
@@ -94,10 +98,12 @@ def round_part(sampler: Sampler, params: Any, state: loop.State) -> Part:
     return part, (params, state)
 
 
-def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
-    """The part, compiled: each call gives the seconds of one execution now, with `once` of a whole call."""
-    function, arguments = part
-    compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
+def stopwatch(part: Part, once: bool = False, job: Job | None = None) -> Callable[[], float]:
+    """The part, compiled: each call gives the seconds of one execution now, with `once` of a whole call. All
+    processes of the `job` that shares the part's arrays call it at the same time."""
+    (function, arguments), job = part, job or Job()
+    with shared_by(arguments):  # laid out as when decoding
+        compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
 
     def spent(often: int) -> float:
         return timed(lambda: jax.block_until_ready(compiled(np.int32(often), *arguments)))
@@ -106,15 +112,20 @@ def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
         first = spent(1)
         if once:
             return first
-        times = int(np.clip(LONG_ENOUGH / first, 4, 400))  # what ran before left its weights behind: now warm
+        # What ran before left its weights behind: now warm. Each process of a job has measured other seconds,
+        # and if one did more rounds than another, it would wait forever.
+        times = job.share(lambda: int(np.clip(LONG_ENOUGH / first, 4, 400)))
         return (spent(1 + times) - spent(1)) / times
 
     return seconds
 
 
-def time_parts(programs: dict[str, Part], repetitions: int, once: Collection[str] = ()) -> dict[str, Timing]:
-    """Part -> Timing. Those named in `once` are timed as one call each."""
-    watches = {name: stopwatch(part, name in once) for name, part in programs.items()}
+def time_parts(
+    programs: dict[str, Part], repetitions: int, once: Collection[str] = (), job: Job | None = None
+) -> dict[str, Timing]:
+    """Part -> Timing, as this process of the `job` has measured it. Those named in `once` are timed as one
+    call each."""
+    watches = {name: stopwatch(part, name in once, job) for name, part in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repetition in range(repetitions + 1):
         for name, watch in watches.items():

@@ -10,9 +10,10 @@ import urllib.request
 
 import pytest
 from corpora import SENTENCES
-from processes import devices, finish, start, start_cluster
+from processes import devices, finish, free_address, start, start_cluster
 from served_toys import ask
 
+from speccascade_jax import config as configs
 from speccascade_jax.cluster import LOST
 from speccascade_jax.commands import decode
 
@@ -171,3 +172,40 @@ def test_two_processes_are_timed_as_one(t5_pair, environment, tmp_path):
     assert "times as fast as the verifier alone" in first and "verifier" not in second
     figures = [json.loads(line)["figure"] for line in (tmp_path / "figures.jsonl").open()]
     assert len(figures) == len(set(figures)) > 8
+
+
+@pytest.mark.full
+def test_two_processes_plan_as_one(t5_pair, environment, tmp_path):
+    """Their acceptances are those of one process with as many devices. Times are not; the plan by them is the
+    first process's, which the other one follows in --check and does not write."""
+    models = tuple(str(t5_pair / name) for name in ("drafter", "middle", "verifier"))
+    (tmp_path / "three.py").write_text(
+        "from speccascade_jax.config import DecodeConfig\n"
+        f"config = DecodeConfig(models={models!r}, max_source_length=32, max_new_tokens=16)\n"
+    )
+    (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in SENTENCES[:4]))
+    flags = [f"--config={tmp_path / 'three.py'}", f"--input={tmp_path / 'texts.txt'}", "--tensor-parallel=2"]
+    flags += ["--temperature=1", "--max-block=2", "--repetitions=1"]
+
+    def written_by(name):
+        return [f"--output={tmp_path / name}.py", f"--acceptance-to={tmp_path / name}.json"]
+
+    one = {**environment, "XLA_FLAGS": devices(4)}
+    finish(start("plan.py", [*flags, *written_by("one")], environment=one))
+    address = free_address()
+    together = [
+        [*flags, "--check", *written_by(name), f"--cluster={address},2,{n}"]
+        for n, name in enumerate(("first", "second"))
+    ]
+    first, second = finish(start("plan.py", *together, environment=environment))
+    assert "written:" in first and second == ""
+    assert not [*tmp_path.glob("second*")]
+    alone, shared = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "first"))
+    assert [len(text[0]) for text in shared["probs"]] == [len(text[0]) for text in alone["probs"]]
+    for a, b in zip(alone["acceptance"], shared["acceptance"], strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    planned = tmp_path / "first.py"
+    assert configs.load(planned).tensor_parallel == 2
+    again = [f"--config={planned}", f"--input={tmp_path / 'texts.txt'}", "--tensor-parallel=1"]
+    assert decode.main([*again, f"--output={tmp_path / 'texts.jsonl'}"]) == 0
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 4
