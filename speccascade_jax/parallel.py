@@ -168,9 +168,11 @@ def split_rows(mesh: Mesh, batch: Any) -> Any:
     return placed(NamedSharding(mesh, P(AXIS)), batch)
 
 
-def whole_on(mesh: Mesh, tree: Any) -> Any:
+def whole_on(mesh: Mesh | None, tree: Any) -> Any:
     """Replicates arrays, the same in every process, on all devices of the mesh. Arrays already on it are not
-    moved."""
+    moved. Without a mesh, arrays stay where they are."""
+    if mesh is None:
+        return tree
     at = NamedSharding(mesh, P())
     return jax.tree.map(
         lambda x: x if getattr(getattr(x, "sharding", None), "mesh", None) == mesh else placed(at, x), tree

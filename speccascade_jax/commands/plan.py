@@ -11,6 +11,8 @@ plan for TPUs elsewhere:
     python scripts/plan.py --config=demo --acceptance-to demo.json
     python scripts/plan.py --config=demo --tpu=v5e:2x2 \\
         --acceptance-from demo.json --requests-per-second 500
+
+With --cluster and --tensor-parallel, it plans for models that the devices of several processes share.
 """
 
 import dataclasses
@@ -25,6 +27,7 @@ from jaxtyping import Float
 from rich.console import Console
 
 from speccascade_jax import config as configs
+from speccascade_jax.cluster import Job, joined
 from speccascade_jax.commands.chips import Demand, plan_for_chips
 from speccascade_jax.commands.commandline import (
     at_least,
@@ -50,6 +53,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import check_targets, write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.parallel import decoding_mesh
 from speccascade_jax.planning.costs import WIDTHS, at_once, call_seconds, step_watch
 from speccascade_jax.planning.planner import best
 from speccascade_jax.planning.prediction import (
@@ -113,6 +117,9 @@ class Arguments:
     first_token_ms: float = 1000.0
     """With --requests-per-second: the time in milliseconds within which 99% of requests must have their first
     token."""
+    cluster: str | None = None
+    """Plan for the devices of several processes: `auto` on TPU pods and Slurm, otherwise
+    HOST:PORT,PROCESSES,NUMBER in each process. The first process reads, decides, writes and prints."""
 
     @property
     def demand(self) -> Demand | None:
@@ -140,8 +147,17 @@ def read_inputs(arguments: Arguments) -> list[str]:
     return list(run.examples[:limit])
 
 
+def checked_inputs(arguments: Arguments) -> list[str]:
+    """The texts to plan for. Raises ValueError if they, or the output files, cannot be used."""
+    check_files(arguments)
+    texts = [text for text in read_inputs(arguments) if text.strip()]
+    if not texts:
+        raise FieldError("input", arguments.input, "give texts to plan for.", "all inputs are blank")
+    return texts
+
+
 def check(arguments: Arguments) -> None:
-    """Raises ValueError for arguments that cannot be planned for, before models are loaded."""
+    """Raises ValueError for flags that cannot be planned with, before files are looked at."""
     a, run = arguments, arguments.run
     run.check()
     at_least(1, limit=a.limit, max_block=a.max_block, most_models=a.most_models, repetitions=a.repetitions)
@@ -163,6 +179,10 @@ def check(arguments: Arguments) -> None:
             f"a plan needs every drafter's distribution, which {model_free.name} does not have",
         )
     check_chips(a)
+
+
+def check_files(a: Arguments) -> None:
+    """Raises FieldError if an output file cannot be written, or would replace another file."""
     if a.output is not None:
         path = Path(a.output)
         if path.suffix != ".py":
@@ -187,6 +207,8 @@ def check_chips(a: Arguments) -> None:
             if getattr(a, name) is not None:
                 raise FieldError(name, getattr(a, name), "give --tpu, too.", f"{flag_of(name)} needs --tpu")
     else:
+        if a.cluster is not None:
+            raise FieldError("cluster", a.cluster, "leave out one of the two.", "--tpu runs no model")
         tpus.checked(a.tpu)
         if a.acceptance_from is None:
             raise FieldError(
@@ -231,10 +253,16 @@ def check_members(arguments: Arguments, cascade: Cascade, names: tuple[str, ...]
 
 
 def measured(
-    arguments: Arguments, cascade: Cascade, names: tuple[str, ...], texts: list[str], screen: Console
+    job: Job,
+    arguments: Arguments,
+    cascade: Cascade,
+    names: tuple[str, ...],
+    texts: list[str],
+    screen: Console,
 ) -> tuple[Candidates, Contestant]:
     """The candidates, with their costs on this machine and their acceptances on `texts`; and a function that
-    measures the machine's pace later: the verifier's time for a call of one token."""
+    measures the machine's pace later: the verifier's time for a call of one token. Each process of a job has
+    its own measurements of what all of them do together."""
     settings = arguments.run.settings
     alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
     outputs = list(
@@ -246,7 +274,7 @@ def measured(
         )
     )
     read = reading(cascade, outputs, settings, arguments.max_block)
-    if arguments.acceptance_to is not None:
+    if arguments.acceptance_to is not None and job.first:
         read.save(arguments.acceptance_to, names, settings)
     rows = cascade.encode(texts, truncate=True)[0]
     widest = arguments.max_block + 1
@@ -257,9 +285,15 @@ def measured(
 
     width = cascade.bucket(int(np.median(list(map(len, rows)))))
     seconds, besides = call_seconds(
-        cascade, widths, settings, source_length=width, repetitions=arguments.repetitions, track=shown
+        cascade,
+        widths,
+        settings,
+        source_length=width,
+        repetitions=arguments.repetitions,
+        track=shown,
+        job=job,
     )
-    watch = step_watch(cascade, settings, width)
+    watch = step_watch(cascade, settings, width, job)
 
     def step(index: int, text: str) -> tuple[float, None]:
         return watch(), None
@@ -571,28 +605,62 @@ def fastest(runs: Runs, times: dict[str, Measured]) -> str:
     return min(rivals, key=lambda name: times[name].per_token, default=CHOSEN)
 
 
+def chosen_plans(candidates: Candidates, arguments: Arguments) -> dict[str, PlannedHierarchy]:
+    """The fastest plan, the best pair and the verifier alone, by their names in the comparison."""
+    run, max_block = arguments.run, arguments.max_block
+    plans = {CHOSEN: best(candidates, max_block, run.hand_over, arguments.most_models)}
+    if len(candidates.names) > 1:
+        pair = best(candidates, max_block, run.hand_over, 2)
+        plans[PAIR] = pair if len(pair.models) == 2 else _any_pair(candidates, max_block)
+    plans[ALONE] = predict(candidates, candidates.names[-1:], (), run.hand_over)
+    return plans
+
+
+def agreed_plans(job: Job, candidates: Candidates, arguments: Arguments) -> dict[str, PlannedHierarchy]:
+    """The plans that the first process chooses by its measurements, in all processes of a job: by its own,
+    each might choose another one."""
+
+    def chains() -> dict[str, Any]:
+        plans = chosen_plans(candidates, arguments)
+        return {name: [plan.models, plan.block_sizes] for name, plan in plans.items()}
+
+    return {
+        name: predict(candidates, tuple(models), tuple(block_sizes), arguments.run.hand_over)
+        for name, (models, block_sizes) in job.share(chains).items()
+    }
+
+
 def plan(arguments: Arguments) -> None:
     check(arguments)
     if arguments.tpu is not None:
+        check_files(arguments)
         plan_for(arguments, arguments.tpu)
         return
-    run, screen = arguments.run, console()
-    texts = [text for text in read_inputs(arguments) if text.strip()]
-    if not texts:
-        raise FieldError("input", arguments.input, "give texts to plan for.", "all inputs are blank")
-    cascade = Cascade.from_config(run)
+    with joined(arguments.cluster) as job:
+        plan_with(job, arguments)
+
+
+def steps_of(arguments: Arguments) -> dict[str, Any]:
+    """The settings that determine what all processes of a job run together."""
+    names = ("max_block", "repetitions", "check")
+    return arguments.run.record("missing", "examples") | {name: getattr(arguments, name) for name in names}
+
+
+def plan_with(job: Job, arguments: Arguments) -> None:
+    """Measures on the devices of all processes of a job; the first process decides, prints and writes."""
+    run, screen = arguments.run, console(quiet=not job.first)
+    job.agree(steps_of(arguments))
+    mesh = decoding_mesh(run.tensor_parallel, batched=False)  # texts are timed one at a time
+    texts = job.share(partial(checked_inputs, arguments))
+    cascade = Cascade.from_config(run, mesh)
     paths = short_names([path for _, path in run.roles])
     names = tuple(paths)
     check_members(arguments, cascade, names)
     longest = getattr(cascade.drafter, "drafts_at_once", None) or arguments.max_block
     arguments = dataclasses.replace(arguments, max_block=min(arguments.max_block, longest))
-    candidates, step = measured(arguments, cascade, names, texts, screen)
+    candidates, step = measured(job, arguments, cascade, names, texts, screen)
     show_candidates(candidates, screen)
-    plans = {CHOSEN: best(candidates, arguments.max_block, run.hand_over, arguments.most_models)}
-    if len(names) > 1:
-        pair = best(candidates, arguments.max_block, run.hand_over, 2)
-        plans[PAIR] = pair if len(pair.models) == 2 else _any_pair(candidates, arguments.max_block)
-    plans[ALONE] = predict(candidates, names[-1:], (), run.hand_over)
+    plans = agreed_plans(job, candidates, arguments)
     runs = runs_of(plans, run.settings)
     now, times = candidates.call_seconds[-1, 1], dict[str, Measured]()
     if arguments.check:
@@ -600,30 +668,44 @@ def plan(arguments: Arguments) -> None:
             runs |= adaptive_runs(plans[PAIR], run.settings, arguments.max_block)
         runs |= sampler_runs(run, plans[ALONE], names)
         now, times = measured_times(runs, cascade, names, texts, step, screen)
+    if not job.first:
+        return
     show_runs(runs, plans, now / candidates.call_seconds[-1, 1], times, screen)
     if len(plans[CHOSEN].models) == 1:
         screen.print("No drafter pays off on this machine: the verifier alone is predicted to be fastest.")
     if arguments.output is not None:
-        name = fastest(runs, times)
-        chosen, settings = runs[name]
-        time = (
-            f"{1e3 * times[name].per_token:.3f} ms per token measured"
-            if times
-            else f"{1e3 * chosen.seconds_per_token:.3f} ms per token predicted"
-        )
-        write_config(
-            arguments.output,
-            arguments,
-            chosen,
-            paths,
-            f"{told(chosen, settings)}; {time}",
-            {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen),
-        )
-        screen.print(
-            f"written: {arguments.output} ({told(chosen, settings)}); "
-            f"decode with --config={arguments.output}",
-            soft_wrap=True,
-        )
+        write_fastest(arguments.output, arguments, runs, times, candidates, paths, screen)
+
+
+def write_fastest(
+    path: str,
+    arguments: Arguments,
+    runs: Runs,
+    times: dict[str, Measured],
+    candidates: Candidates,
+    paths: dict[str, str],
+    screen: Console,
+) -> None:
+    """Writes a config file for the fastest run. `paths` are the models', by their short names."""
+    name = fastest(runs, times)
+    chosen, settings = runs[name]
+    time = (
+        f"{1e3 * times[name].per_token:.3f} ms per token measured"
+        if times
+        else f"{1e3 * chosen.seconds_per_token:.3f} ms per token predicted"
+    )
+    write_config(
+        path,
+        arguments,
+        chosen,
+        paths,
+        f"{told(chosen, settings)}; {time}",
+        {field: getattr(settings, field) for field in BLOCKS} | of_lookahead(candidates, chosen),
+    )
+    screen.print(
+        f"written: {path} ({told(chosen, settings)}); decode with --config={path}",
+        soft_wrap=True,
+    )
 
 
 def plan_for(arguments: Arguments, topology: str) -> None:

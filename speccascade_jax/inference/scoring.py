@@ -68,8 +68,6 @@ class Scorer:
             self.precompile()
         padded = np.zeros((1, self.plan.max_new_tokens), np.int32)
         padded[0, : len(tokens)] = tokens
-        read = arguments(self.plan, [request], self.width, 0), padded
-        if self.mesh is not None:
-            read = whole_on(self.mesh, read)
+        read = whole_on(self.mesh, (arguments(self.plan, [request], self.width, 0), padded))
         scores = fetched(self.compiled(self.params, *read))
         return TokenScores._make(x[0, : len(tokens)] for x in scores)

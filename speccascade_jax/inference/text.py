@@ -324,7 +324,7 @@ class Cascade:
 
     def _placed(self, params: Any) -> Any:
         """The parameters on every device of the mesh."""
-        return params if self.mesh is None else whole_on(self.mesh, params)
+        return whole_on(self.mesh, params)
 
     def encode(
         self, texts: Sequence[str], truncate: bool = False, first_index: int = 0

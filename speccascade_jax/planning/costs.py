@@ -1,4 +1,4 @@
-"""The times of each model's calls on this machine."""
+"""The times of each model's calls on this machine, or on the machines that share the models."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from speccascade_jax.cluster import Job
 from speccascade_jax.core import loop
 from speccascade_jax.core.protocols import Block, Cache, LanguageModel, Origin, Params, Rows, Sampler
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.block import Parallel
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.parallel import shared_by, whole_on
 from speccascade_jax.planning.readings import options_of
 from speccascade_jax.planning.timing import FixedLogits, Part, round_part, stopwatch, time_parts
 from speccascade_jax.settings import Settings
@@ -59,6 +61,7 @@ def call_seconds(
     source_length: int,
     repetitions: int = 9,
     track: Track = lambda work, name: work,
+    job: Job | None = None,
 ) -> tuple[Float[np.ndarray, "M N"], Float[np.ndarray, "M M"]]:
     """The seconds of each model's calls that read n = 0 .. max(widths) tokens [M, N + 1], and
     Candidates.besides.
@@ -66,7 +69,8 @@ def call_seconds(
     Column 0 is 0. Calls of `widths` tokens are timed at batch 1, one model after the other. Whole rounds are
     timed for neighbouring models and for each model with the largest; other pairs are assumed to cost what
     model i costs with its neighbour. If a drafter writes a draft in one call, all tokens that the call reads
-    except the first are masks.
+    except the first are masks. Processes of a `job` that share the models each measure these themselves, at
+    the same time.
     """
     calls: list[Float[np.ndarray, " N"]] = []
     every, width, last = np.arange(max(widths) + 1), min(5, max(widths)), len(cascade.models) - 1
@@ -85,6 +89,7 @@ def call_seconds(
         timings = time_parts(
             {name: _part(cascade, *sampler, settings, source_length) for name, sampler in samplers.items()},
             repetitions,
+            job=job,
         )
         # On a busy machine, a difference of two times may be negative.
         known = [max(timings[str(width)].median, 1e-7) for width in widths]
@@ -100,11 +105,13 @@ def call_seconds(
     return np.array(calls), besides
 
 
-def step_watch(cascade: Cascade, settings: Settings, source_length: int) -> Callable[[], float]:
+def step_watch(
+    cascade: Cascade, settings: Settings, source_length: int, job: Job | None = None
+) -> Callable[[], float]:
     """A function that measures the seconds of the largest model's one-token call again, as in
     call_seconds()."""
     sampler = _sampler(cascade.models[-1], 1)
-    return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length))
+    return stopwatch(_part(cascade, sampler, cascade.params[-1], settings, source_length), job=job)
 
 
 def at_once(model: LanguageModel) -> bool:
@@ -147,5 +154,8 @@ def _part(cascade: Cascade, sampler: Sampler, params: Any, settings: Settings, s
         None,
         cascade.max_new_tokens,
     )
+    params, requests = whole_on(cascade.mesh, (params, requests))
     begin = jax.jit(partial(loop.begin, sampler, max_new_tokens=cascade.max_new_tokens))
-    return round_part(sampler, params, begin(params, requests))
+    with shared_by(params):
+        state = begin(params, requests)
+    return round_part(sampler, params, state)

@@ -21,6 +21,7 @@ from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, token_
 from speccascade_jax.core.verification import Verification
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.text import Cascade, Output
+from speccascade_jax.parallel import fetched, whole_on
 from speccascade_jax.planning.runs import Runs, windows
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.tokenizer import pad
@@ -161,11 +162,12 @@ def reading(cascade: Cascade, outputs: Sequence[Output], settings: Settings, lon
         tokens, length = pad([row], width, cascade.tokenizer.pad_id)
         inputs = tuple(inputs_of(model, tokens, [foreign]) for model in models)
         tokens, count = pad([output.tokens], size, cascade.tokenizer.pad_id)
-        overlaps, of_text, by_model = program(cascade.params, inputs, length, tokens, count)
-        total += np.asarray(overlaps)
-        probs.append(np.asarray(of_text))
+        text = whole_on(cascade.mesh, (inputs, length, tokens, count))
+        overlaps, of_text, by_model = fetched(program(cascade.params, *text))
+        total += overlaps
+        probs.append(of_text)
         for number, drafted in by_model.items():
-            drafts.setdefault(number, []).append(np.asarray(drafted))
+            drafts.setdefault(number, []).append(drafted)
     lengths = np.array([len(output.tokens) for output in kept])
     return Reading(
         np.clip(total / lengths.sum(), 0, 1),

@@ -3,6 +3,8 @@
 Parts are timed in turn in one process, so that a busy machine slows all of them. Each runs in a compiled
 loop, once and many times, and the result is the difference divided by the repetitions. So the fixed costs of
 a call (dispatch from Python, copying caches, converting weights) are not included.
+
+Processes that share the models time a part together: each of its rounds waits for all of them.
 """
 
 import time
@@ -15,9 +17,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from speccascade_jax.cluster import Job
 from speccascade_jax.core import loop
 from speccascade_jax.core.nests import roll_back
 from speccascade_jax.core.protocols import NO_TOKEN, LanguageModel, Params, Prefix, Sampler
+from speccascade_jax.parallel import shared_by
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # function of the repetitions, other arguments
 LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take together, if at least 4 and at most 400 do
@@ -94,11 +98,12 @@ def round_part(sampler: Sampler, params: Any, state: loop.State) -> Part:
     return part, (params, state)
 
 
-def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
+def stopwatch(part: Part, once: bool = False, job: Job | None = None) -> Callable[[], float]:
     """Compiles a part. Each call of the result measures the seconds of one execution or, with `once`, of a
-    whole call."""
-    function, arguments = part
-    compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
+    whole call. All processes of the `job` that shares the part's arrays call it at the same time."""
+    (function, arguments), job = part, job or Job()
+    with shared_by(arguments):  # laid out as when decoding
+        compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
 
     def spent(often: int) -> float:
         return timed(lambda: jax.block_until_ready(compiled(np.int32(often), *arguments)))
@@ -107,15 +112,20 @@ def stopwatch(part: Part, once: bool = False) -> Callable[[], float]:
         first = spent(1)
         if once:
             return first
-        times = int(np.clip(LONG_ENOUGH / first, 4, 400))  # the caches are warm now
+        # The caches are warm now. Each process of a job has measured other seconds, and if one ran more rounds
+        # than another, it would wait forever.
+        times = job.share(lambda: int(np.clip(LONG_ENOUGH / first, 4, 400)))
         return (spent(1 + times) - spent(1)) / times
 
     return seconds
 
 
-def time_parts(programs: dict[str, Part], repetitions: int, once: Collection[str] = ()) -> dict[str, Timing]:
-    """Times each program, part -> Timing. Those named in `once` are timed as one call each."""
-    watches = {name: stopwatch(part, name in once) for name, part in programs.items()}
+def time_parts(
+    programs: dict[str, Part], repetitions: int, once: Collection[str] = (), job: Job | None = None
+) -> dict[str, Timing]:
+    """Times each program, part -> Timing, as this process of the `job` measures it. Those named in `once` are
+    timed as one call each."""
+    watches = {name: stopwatch(part, name in once, job) for name, part in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repetition in range(repetitions + 1):
         for name, watch in watches.items():

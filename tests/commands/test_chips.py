@@ -85,6 +85,8 @@ def test_drafters_that_read_their_verifier_are_refused(tmp_path, monkeypatch):
         (["--acceptance-from=a.json"], "acceptance_from", "a.json"),
         (["--requests-per-second=5"], "requests_per_second", 5.0),
         (["--tokens=5"], "tokens", 5),
+        (["--tpu=v5e:2x2", "--cluster=auto"], "cluster", "auto"),
+        (["--acceptance-from=a.json", "--cluster=auto"], "acceptance_from", "a.json"),
     ],
 )
 def test_flags_for_other_machines_require_each_other(flags, field, value):

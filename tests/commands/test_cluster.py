@@ -8,11 +8,13 @@ import signal
 import time
 import urllib.request
 
+import numpy as np
 import pytest
 from corpora import SENTENCES
-from processes import devices, finish, start, start_cluster
+from processes import devices, finish, free_address, start, start_cluster, start_code
 from served_toys import ask
 
+from speccascade_jax import config as configs
 from speccascade_jax.cluster import LOST
 from speccascade_jax.commands import decode
 
@@ -171,3 +173,53 @@ def test_two_processes_are_timed_as_one(t5_pair, environment, tmp_path):
     assert "times as fast as the verifier alone" in first and "verifier" not in second
     figures = [json.loads(line)["figure"] for line in (tmp_path / "figures.jsonl").open()]
     assert len(figures) == len(set(figures)) > 8
+
+
+SLOW_CLOCK = """
+import sys
+from speccascade_jax.commands import plan
+from speccascade_jax.planning import timing
+
+real = timing.timed
+timing.timed = lambda work: real(work) / 1000
+sys.exit(plan.main({flags}))
+"""
+
+
+@pytest.mark.full
+def test_two_processes_plan_as_one(t5_pair, environment, tmp_path):
+    """Their acceptances are those of one process with as many devices. Times are not: the first process's
+    decide, and the other one, whose clock is slow here, follows, also in --check, and writes nothing."""
+    pair, texts = (f"{t5_pair / name}" for name in ("drafter", "verifier")), tmp_path / "texts.txt"
+    (tmp_path / "pair.py").write_text(
+        "from speccascade_jax.config import DecodeConfig\n"
+        f"config = DecodeConfig(models={(*pair,)!r}, max_source_length=32, max_new_tokens=8)\n"
+    )
+    texts.write_text("".join(f"{text}\n" for text in SENTENCES[:4]))
+    flags = [f"--config={tmp_path / 'pair.py'}", f"--input={texts}", "--tensor-parallel=2"]
+    flags += ["--temperature=1", "--max-block=1", "--repetitions=1"]
+
+    def written_by(name):
+        return [f"--output={tmp_path / name}.py", f"--acceptance-to={tmp_path / name}.json"]
+
+    one = {**environment, "XLA_FLAGS": devices(4)}
+    finish(start("plan.py", [*flags, *written_by("one")], environment=one), timeout=900)
+    address = free_address()
+    together = [
+        [*flags, "--check", *written_by(name), f"--cluster={address},2,{number}"]
+        for number, name in enumerate(("first", "second"))
+    ]
+    processes = start("plan.py", together[0], environment=environment)
+    processes.append(start_code(SLOW_CLOCK.format(flags=together[1]), **environment))
+    first, second = finish(processes, timeout=900)
+    assert "written:" in first and "verifier" not in second
+    assert not [*tmp_path.glob("second*")]
+    alone, shared = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "first"))
+    assert np.shape(alone["probs"]) == np.shape(shared["probs"]) == (len(SENTENCES[:4]), 2, 8)
+    np.testing.assert_allclose(shared["acceptance"], alone["acceptance"], atol=1e-5)
+    np.testing.assert_allclose(shared["probs"], alone["probs"], atol=1e-5)
+    planned, output = tmp_path / "first.py", tmp_path / "texts.jsonl"
+    assert configs.load(planned).tensor_parallel == 2
+    here = [f"--config={planned}", f"--input={texts}", "--tensor-parallel=1", f"--output={output}"]
+    assert decode.main(here) == 0
+    assert len(output.read_text().splitlines()) == len(SENTENCES[:4])

@@ -5,6 +5,7 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from corpora import SENTENCES
@@ -12,11 +13,12 @@ from refusals import check_about, refusals
 from rich.console import Console
 
 from speccascade_jax import config as configs
+from speccascade_jax.cluster import Job
 from speccascade_jax.commands import benchmark, decode, evaluate, plan, tradeoff
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.planning import costs
+from speccascade_jax.planning import costs, timing
 from speccascade_jax.planning.prediction import Candidates, PlannedHierarchy
 from speccascade_jax.planning.timing import FixedLogits, Timing
 from speccascade_jax.settings import Settings
@@ -211,7 +213,7 @@ def test_the_fixed_time_of_a_round(t5_pair, monkeypatch):
     monkeypatch.setattr(
         costs,
         "time_parts",
-        lambda parts, repetitions: {
+        lambda parts, repetitions, job: {
             name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts
         },
     )
@@ -359,6 +361,71 @@ def test_a_plan_in_words():
     assert plan.told(three, settings) == "a, b, c; block sizes 2, 5"
     adaptive = plan.adaptive_runs(pair, settings, 9)["adaptive, 0.25"]
     assert plan.told(*adaptive) == "a, b; adaptive blocks of up to 9"
+
+
+class First(Job):
+    """The first of several processes."""
+
+    def __init__(self):
+        self.said = None
+
+    def share(self, make):
+        self.said = json.dumps(make())
+        return json.loads(self.said)
+
+
+class Other(Job):
+    """Another process, which hears what the first one says."""
+
+    number = 1
+
+    def __init__(self, first):
+        self.first_process = first
+
+    def share(self, make):
+        return json.loads(self.first_process.said)
+
+
+def test_all_processes_follow_the_first_ones_plans(run):
+    """Although another one has measured times by which it would plan otherwise."""
+
+    def measured(seconds):
+        calls = np.repeat(np.array(seconds)[:, None], 6, axis=1)
+        return Candidates(("a", "b", "c"), calls, np.full((3, 3), 0.8))
+
+    arguments = plan.Arguments(configs.load(run), max_block=3)
+    here, there = measured([0.1, 3, 9]), measured([8, 1, 9])
+    first = First()
+    plans = plan.agreed_plans(first, here, arguments)
+    assert plans == plan.chosen_plans(here, arguments)
+    others = plan.agreed_plans(Other(first), there, arguments)
+
+    def chains(plans):
+        return {name: (each.models, each.block_sizes) for name, each in plans.items()}
+
+    assert chains(others) == chains(plans) != chains(plan.chosen_plans(there, arguments))
+
+
+def test_all_processes_repeat_a_part_as_often_as_the_first_one(monkeypatch):
+    """Although another one has measured a much longer time. One repetition more or less, and a process would
+    wait for another forever."""
+
+    def repetitions(job, seconds):
+        rounds = []
+        monkeypatch.setattr(timing, "timed", lambda work: (work(), seconds)[1])
+
+        def part(times, x):
+            jax.debug.callback(lambda n: rounds.append(int(n)), times)
+            return x
+
+        timing.stopwatch((part, (np.zeros(1),)), job=job)()
+        jax.effects_barrier()
+        return rounds
+
+    first = First()
+    often = repetitions(first, timing.LONG_ENOUGH / 40)
+    assert sorted(often) == [1, 1, 41]
+    assert repetitions(Other(first), timing.LONG_ENOUGH / 8) == often
 
 
 @pytest.mark.full

@@ -68,7 +68,11 @@ def start_cluster(script, flags, environment, count=2):
 
 
 def finish(processes, timeout=300):
-    """What the processes have written to stdout; all must have ended well."""
-    said = [process.communicate(timeout=timeout) for process in processes]
+    """What the processes have written to stdout; all must have ended well, and end here at the latest."""
+    try:
+        said = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert not any(process.returncode for process in processes), [errors for _, errors in said]
     return [output for output, _ in said]
