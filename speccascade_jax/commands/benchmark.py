@@ -282,7 +282,7 @@ def time_decodings(
     )
     block_sizes = (*arguments.block_sizes, *([run.block_size] if isinstance(run.block_size, tuple) else ()))
     alone = ("verifier",) if cascade.looks_up_alone else ("verifier", "drafter")
-    settings = {name: dataclasses.replace(base, method=name) for name in alone}
+    settings = {name: base.by(name) for name in alone}
     settings |= {
         f"block size {size}": dataclasses.replace(
             base, method=arguments.method, block_size=size, alpha=arguments.alpha

@@ -80,7 +80,7 @@ class Decoder:
 
 def decoders(cascade: Cascade, settings: Settings, rows: int) -> dict[str, Decoder]:
     """By load, with the settings' fixed size, and the verifier alone."""
-    alone = dataclasses.replace(settings, method=VERIFIER)
+    alone = settings.by(VERIFIER)
     width, made = cascade.max_source_length, dict[str, Decoder]()
     for name, choice in (("by_load", settings), ("fixed", settings), ("verifier", alone)):
         [lane] = cascade.lanes([choice]).values()

@@ -415,8 +415,8 @@ class Cascade:
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
         scheme = settings.scheme(self.levels)
-        if scheme is not None and scheme not in NAMED.values():
-            settings.check_verification(scheme.sampler(self.models))
+        if scheme is not None and scheme.verifications is None:
+            settings.check_sampler(scheme, scheme.sampler(self.models))
         self.check_model_free(settings)
         self.check_at_once(settings)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:

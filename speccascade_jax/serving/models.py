@@ -85,7 +85,7 @@ class ServedModel:
         chats = [tokenizer.chat for tokenizer in (cascade.tokenizer, *cascade.foreign.values())]
         self.chats = chats[0] is not None
         if cascade.levels == 0:  # whatever its config says, it is the verifier
-            self.defaults, methods = dataclasses.replace(self.defaults, alpha_after={}, **ALONE), ()
+            self.defaults, methods = self.defaults.by(**ALONE), ()
         cascade.check_model_free(resolved(self.defaults, cascade.named))
         methods = [name for name in methods if self._can_follow(name)]
         choices: dict[str, Choice | tuple[Choice, ...]] = {
@@ -207,7 +207,7 @@ class ServedModel:
                 "stop holds U+FFFD, which stands for an unfinished character",
             )
         defaults = self.defaults
-        if "method" in changes:  # another method than the server's may read no lenience
+        if "method" in changes:  # another method than the server's may read no lenience, or verify nothing
             defaults = defaults.by(changes["method"], {**NAMED, **self.cascade.named})
         try:
             settings = self.cascade.checked(defaults, changes)

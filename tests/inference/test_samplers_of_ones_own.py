@@ -106,6 +106,7 @@ def test_a_way_to_verify_that_it_lacks_is_refused(cascade, ways):
     sampler = own(cascade, *ways) if ways else Autoregressive(cascade.verifier)
     settings = Settings(method=sampler, verification="block")
     made = Settings(method=lambda models: sampler, verification="block")
+    assert settings.by(sampler).verification == TOKEN.name and settings.by(made.method) == made
     for refuse in (settings.check, lambda: cascade.checked(settings, {}), lambda: cascade.checked(made, {})):
         with pytest.raises(FieldError) as refused:
             refuse()
