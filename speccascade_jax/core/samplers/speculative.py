@@ -1,7 +1,7 @@
 """Speculative cascades: a sampler drafts, a model verifies, and a hierarchy is a fold of that."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -199,22 +199,39 @@ class Speculative:
         """The drafter's part of parameters or caches."""
         return nest if self.shares else nest[0]
 
-    def draft_laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
+    @property
+    def draft_laws(self) -> Callable[..., Laws] | None:
+        """None if the drafter states no law."""
+        return self._draft_laws if abilities_of(self.drafter).laws is not None else None
+
+    def _draft_laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
         return laws(self.drafter, self.below(params), self.below(caches), rows, tokens)
 
-    def laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
-        if not all(method.by_prefix for method in self.methods):
-            raise ValueError(f"{type(self).__name__} states no law of its tokens by their prefix.")
-        q, q_sampled = self.draft_laws(params, caches, rows, tokens)
+    @property
+    def laws(self) -> Callable[..., Laws] | None:
+        """None if no method has a law by prefix. In rows of a method that has none, where states_law() says
+        so, the distributions mean nothing."""
+        stated = any(method.lossless for method in self.methods) or self._law_of_drafts is not None
+        return self._laws if stated else None
+
+    @property
+    def _law_of_drafts(self) -> Callable[..., Laws] | None:
+        """draft_laws, if some method's law by prefix is made of them."""
+        return self.draft_laws if any(self._follows_drafts(method) for method in self.methods) else None
+
+    def _follows_drafts(self, method: Method) -> bool:
+        """Whether a method's law is made of the drafter's, too, and is one by prefix if that is."""
+        reads_states = self.shares and not getattr(network_of(self.verifier), "by_prefix", True)
+        return self.by_prefix and not reads_states and method.by_prefix and not method.lossless
+
+    def _laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
         cache = top(self.drafter.models, caches) if self.shares else caches[1]
         logits, _ = self.verifier.extend(top(self.models, params), tokens, cache)
-        scores = Scores(
-            q,
-            jax.nn.softmax(logits, axis=-1),
-            q_sampled,
-            token_probs(logits, rows.options),
-            is_greedy(rows),
-        )
+        p, p_sampled = jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
+        draft_laws = self._law_of_drafts
+        # Whatever stands for the drafts' laws, a lossless method's is p.
+        q, q_sampled = (p, p_sampled) if draft_laws is None else draft_laws(params, caches, rows, tokens)
+        scores = Scores(q, p, q_sampled, p_sampled, is_greedy(rows))
         draft = Draft(tokens[:, 1:], q_sampled, jnp.full_like(rows.room, tokens.shape[1] - 1))
         untransformed, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
         return untransformed, self.target(scores, rows, draft)[0]
@@ -224,13 +241,8 @@ class Speculative:
         law by prefix: that of a drafter that reads its verifier's states, or proposes tokens without a law,
         depends on where the rounds began.
         """
-        below, here = methods[:-1], tuple(methods[-1:]) or self.methods
-        reads_states = self.shares and not getattr(network_of(self.verifier), "by_prefix", True)
-        by_prefix = self.by_prefix and not reads_states
-        return all(
-            method.lossless or (by_prefix and method.by_prefix and states_law(self.drafter, below))
-            for method in here
-        )
+        here = [method for method in tuple(methods[-1:]) or self.methods if not method.lossless]
+        return not here or (all(map(self._follows_drafts, here)) and states_law(self.drafter, methods[:-1]))
 
     def verified(
         self,
