@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from speccascade_jax.core.protocols import Sampler, abilities_of
+from speccascade_jax.core.protocols import Sampler, ability_of
 from speccascade_jax.core.randomness import draw
 
 Array = jax.Array
@@ -143,7 +143,7 @@ VERIFICATIONS = {way.name: way for way in (TOKEN, BLOCK)}
 
 def verifications_of(sampler: Sampler) -> tuple[str, ...]:
     """The names of the ways to verify that rows of a sampler choose from; none for one that says none."""
-    return tuple(way.name for way in abilities_of(sampler).verifications)
+    return tuple(way.name for way in ability_of(sampler, "verifications"))
 
 
 def is_default(name: str) -> bool:

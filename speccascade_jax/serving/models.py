@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.protocols import abilities_of
+from speccascade_jax.core.protocols import ability_of
 from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.named import SAMPLERS
 from speccascade_jax.core.transforms import TRUNCATIONS
@@ -116,7 +116,7 @@ class ServedModel:
 
     def _check_load(self, samplers: Sequence[Any]) -> None:
         """Raises FieldError if a sampler's rounds cannot differ in their block size."""
-        if not samplers or not all(abilities_of(sampler).resizes for sampler in samplers):
+        if not samplers or not all(ability_of(sampler, "resizes") for sampler in samplers):
             raise FieldError(
                 "block_size",
                 LOAD,

@@ -23,7 +23,7 @@ from speccascade_jax.core.protocols import (
     Params,
     Rows,
     Sampler,
-    abilities_of,
+    ability_of,
     laws,
     states_law,
 )
@@ -79,12 +79,17 @@ class Speculative:
     @property
     def shares(self) -> bool:
         """Whether the verifier is part of the network that the drafter's largest model is part of."""
+        return self._is_in(self.drafter.models)
+
+    def _is_in(self, models: Any) -> bool:
+        """Whether the largest of the drafter's `models` is the verifier's network."""
         network = network_of(self.verifier)
-        return network is not self.verifier and network == top(self.drafter.models, self.drafter.models)
+        return network is not self.verifier and network == top(models, models)
 
     @property
     def models(self) -> Any:
-        return self.drafter.models if self.shares else (self.drafter.models, network_of(self.verifier))
+        models = self.drafter.models
+        return models if self._is_in(models) else (models, network_of(self.verifier))
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -117,7 +122,7 @@ class Speculative:
     @property
     def _at_once(self) -> bool:
         """Whether the drafter writes a whole draft in one step; see core.samplers.block."""
-        return abilities_of(self.drafter).at_once
+        return ability_of(self.drafter, "at_once")
 
     @property
     def capacity(self) -> int:
@@ -132,7 +137,7 @@ class Speculative:
     @property
     def resizes(self) -> bool:
         """Whether of_blocks() is supported: a single model drafts token by token, any number of tokens."""
-        return self.sized and abilities_of(self.drafter).catches_up
+        return self.sized and ability_of(self.drafter, "catches_up")
 
     def of_blocks(self, size: int) -> "Speculative":
         """The sampler whose rounds draft up to `size` <= block_size tokens, and whose states are this one's.
@@ -177,7 +182,7 @@ class Speculative:
         """Whether the bonus pass is spared: a lossless pi needs no q at the bonus position, so in rows of
         such methods the drafter does not read its last token; if that token is accepted, the next draft
         begins by reading it."""
-        can_lack = abilities_of(self.drafter).behind is not None
+        can_lack = ability_of(self.drafter, "behind") is not None
         return any(method.lossless for method in self.methods) and can_lack
 
     @property
@@ -185,7 +190,8 @@ class Speculative:
         """The drafter, for caches that may lack what it has not read: a bonus here, what its own caches lack,
         and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
         drafter = self.drafter
-        needs, deep = self.hand_over == "need", drafter.level > 0 and abilities_of(drafter).behind is not None
+        needs = self.hand_over == "need"
+        deep = drafter.level > 0 and ability_of(drafter, "behind") is not None
         lacks = self.behind  # the verifier's cache, which is that of a drafter that writes at once
         if not self._at_once:
             lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
@@ -202,7 +208,7 @@ class Speculative:
     @property
     def draft_laws(self) -> Callable[..., Laws] | None:
         """None if the drafter states no law."""
-        return self._draft_laws if abilities_of(self.drafter).laws is not None else None
+        return self._draft_laws if ability_of(self.drafter, "laws") is not None else None
 
     def _draft_laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
         return laws(self.drafter, self.below(params), self.below(caches), rows, tokens)
@@ -221,7 +227,7 @@ class Speculative:
 
     def _follows_drafts(self, method: Method) -> bool:
         """Whether a method's law is made of the drafter's, too, and is one by prefix if that is."""
-        reads_states = self.shares and not getattr(network_of(self.verifier), "by_prefix", True)
+        reads_states = not getattr(network_of(self.verifier), "by_prefix", True) and self.shares
         return self.by_prefix and not reads_states and method.by_prefix and not method.lossless
 
     def _laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
