@@ -62,14 +62,15 @@ def block_chances(
     """h_1 .. h_G and w_0 .. w_G (Sun et al., Algorithm 2, with pi for their target). After j tokens of n,
 
         w_0 = 1    w_j = min(1, w_{j-1} pi_j(x_j) / q~_j(x_j))
-        R_j = sum_v max(0, w_j pi_{j+1}(v) - q~_{j+1}(v))    h_j = R_j / (R_j + 1 - w_j), and w_n for j = n
+        R_j = sum_v max(0, w_j pi_{j+1}(v) - q~_{j+1}(v))    h_j = R_j / (R_j + (1 - w_j)), and w_n for j = n
 
     Given the first j tokens, at least j stand with probability w_j; what follows exactly j of them is drawn
     from max(0, w_j pi_{j+1} - q~_{j+1}). Where both w_j = 1 and R_j = 0 any h_j serves.
     """
     weights = block_weights(draft, pi)
     left = jnp.sum(jnp.maximum(weights[..., None] * pi - draft.probs, 0.0), axis=-1)[:, 1:]
-    w, total = weights[:, 1:], left + 1.0 - weights[:, 1:]
+    w = weights[:, 1:]
+    total = left + (1.0 - w)  # left itself where w is 1: the chance is then 1 exactly
     at_end = draft.size[:, None] == 1 + jnp.arange(w.shape[1])
     return jnp.where(at_end, w, left / jnp.where(total > 0, total, 1.0)), weights
 
