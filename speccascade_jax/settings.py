@@ -16,13 +16,13 @@ import tyro
 from speccascade_jax.baselines import BASELINES
 from speccascade_jax.core.errors import FieldError, check_range
 from speccascade_jax.core.methods import Fixed, Knob, Method, Scheme
-from speccascade_jax.core.protocols import Sampler, abilities_of
+from speccascade_jax.core.protocols import Sampler
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import HandOver
 from speccascade_jax.core.samplers.adaptive import STOP_BELOW
 from speccascade_jax.core.samplers.named import SAMPLERS, VERIFIER
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, is_default
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, is_default, verifications_of
 
 MOST_TOKENS = 2**17  # most tokens of a text
 MOST_MARKERS = 4  # most markers in alpha_after
@@ -206,9 +206,17 @@ class Settings(Declared):
         return leniences
 
     def by(self, method: Any, known: Mapping[str, Any] = NAMED) -> Self:
-        """The settings with another method, and without alpha_after if that method reads no lenience."""
-        reads = any(_entry(each, known) is None or _reads_alpha(each, known) for each in _each(method))
-        return dataclasses.replace(self, method=method, alpha_after=self.alpha_after if reads else {})
+        """The settings with another method, without alpha_after if that method reads no lenience, and with
+        the usual verification if it does not verify drafts in this one."""
+        entries = [_entry(each, known) for each in _each(method)]
+        reads = any(entry is None or _reads_alpha(entry) for entry in entries)
+        verifies = all(_verifies_by(self.verification, entry) for entry in entries)
+        return dataclasses.replace(
+            self,
+            method=method,
+            alpha_after=self.alpha_after if reads else {},
+            verification=self.verification if verifies else TOKEN.name,
+        )
 
     @property
     def adaptive(self) -> bool:
@@ -287,13 +295,15 @@ class Settings(Declared):
             raise FieldError("method", method, "give a name, a speccascade_jax.Method or a sampler.")
         if isinstance(entry, Scheme):
             self._check_scheme(entry, _name(method), levels)
-        elif levels == 0 and not entry.lossless:
-            raise FieldError(
-                "method",
-                _name(method),
-                "give two models or more.",
-                f"{_name(method)} needs a drafter and a verifier",
-            )
+        elif levels == 0:
+            if not entry.lossless:
+                raise FieldError(
+                    "method",
+                    _name(method),
+                    "give two models or more.",
+                    f"{_name(method)} needs a drafter and a verifier",
+                )
+            self._check_verification(VERIFIER)
         if not entry.low <= alpha <= entry.high:
             raise FieldError(
                 "alpha", alpha, f"for {_name(method)} it must be in [{entry.low:g}, {entry.high:g}]."
@@ -329,7 +339,7 @@ class Settings(Declared):
     def _check_spans(self, levels: int, known: Mapping[str, Any]) -> None:
         """Raises FieldError for a lenience after a marker that these methods cannot use."""
         methods = self.of_levels("method", levels)
-        if self.alpha_after and not any(_reads_alpha(method, known) for method in methods):
+        if self.alpha_after and not any(_reads_alpha(_entry(method, known)) for method in methods):
             raise FieldError(
                 "alpha_after",
                 self.alpha_after,
@@ -365,20 +375,22 @@ class Settings(Declared):
                 self.temperature,
                 f"{name} decodes greedily: set it to 0, or choose another method.",
             )
-        if isinstance(scheme.sampler, Fixed):
-            self.check_verification(scheme.sampler.made)
+        self._check_verification(scheme)
 
-    def check_verification(self, sampler: Sampler) -> None:
-        """Raises FieldError for a verification that a sampler given as an object does not offer. The default
-        verification selects the first one that it offers."""
-        ways = [way.name for way in abilities_of(sampler).verifications]
-        if self.verification not in ways and not is_default(self.verification):
+    def check_sampler(self, scheme: Scheme, sampler: Sampler) -> None:
+        """Raises FieldError for a verification that the sampler, made by the scheme, does not offer."""
+        self._check_verification(dataclasses.replace(scheme, verifications=verifications_of(sampler)))
+
+    def _check_verification(self, scheme: Scheme) -> None:
+        """Raises FieldError for a verification that a scheme is known not to offer. The default verification
+        selects the first one that it offers."""
+        if not _verifies_by(self.verification, scheme):
             raise FieldError(
                 "verification",
                 self.verification,
-                f"known: {', '.join(ways)}." if ways else "leave it out.",
-                f"verification is {self.verification!r}, and the sampler {type(sampler).__name__} does not "
-                "verify drafts in that way",
+                f"known: {', '.join(scheme.verifications)}." if scheme.verifications else "leave it out.",
+                f"verification is {self.verification!r}, and {scheme.name or scheme.summary} does not verify "
+                "drafts in that way",
             )
 
 
@@ -387,10 +399,16 @@ def _entry(method: Any, known: Mapping[str, Any]) -> Method | Scheme | None:
     return known.get(method) if isinstance(method, str) else entry_of(method)
 
 
-def _reads_alpha(method: Any, known: Mapping[str, Any]) -> bool:
+def _reads_alpha(entry: Method | Scheme | None) -> bool:
     """Whether a method's target depends on the lenience at each position."""
-    entry = _entry(method, known)
     return isinstance(entry, Method) and not entry.lossless
+
+
+def _verifies_by(way: str, entry: Method | Scheme | None) -> bool:
+    """Whether a method can be told to verify drafts in this way, as far as its entry says; the usual way is
+    one for all."""
+    ways = entry.verifications if isinstance(entry, Scheme) else None
+    return ways is None or way in ways or is_default(way)
 
 
 def _is_number(value: Any) -> bool:
@@ -404,7 +422,8 @@ def entry_of(method: Any) -> Method | Scheme | None:
     if isinstance(method, Method | Scheme):
         return method
     if isinstance(method, Sampler):
-        return Scheme(Fixed(method), f"the sampler {type(method).__name__}")
+        summary, ways = f"the sampler {type(method).__name__}", verifications_of(method)
+        return Scheme(Fixed(method), summary, verifications=ways)
     return Scheme(method, "a sampler of a config's") if callable(method) else None
 
 

@@ -55,7 +55,7 @@ ALLOWED = {  # what only looks like a comparison with an entry's name
     "training/checks.py": ["{'drafter': config.exits.drafter}"],
     "models/eagle.py": ["{'verifier': self.full.segment(cache.verifier, row, start, size), **he"],
     # What is timed, as stored times call it.
-    "experiments/verification.py": ["{('verifier',): dataclasses.replace(run, method='verifier', block_size"],
+    "experiments/verification.py": ["{('verifier',): dataclasses.replace(run.by('verifier'), block_size=1),"],
     # Fields of an answer.
     "serving/answers.py": [
         "{'token': piece.text, 'logprob': float(scores.logprobs[position]), 'of",

@@ -18,7 +18,7 @@ from speccascade_jax.core.methods import Scheme, Sweep
 from speccascade_jax.core.protocols import LanguageModel, Sampler
 from speccascade_jax.core.samplers import Autoregressive
 
-PAIR: dict[str, Any] = {"models": 2, "low": 0}
+PAIR: dict[str, Any] = {"models": 2, "low": 0, "verifications": ()}
 
 
 def _pair(

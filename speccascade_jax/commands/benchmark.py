@@ -318,7 +318,7 @@ def decodings(
     base = Settings(
         temperature=arguments.temperature, hand_over=run.hand_over, verification=arguments.verification
     )
-    settings = {name: dataclasses.replace(base, method=name) for name in alone}
+    settings = {name: base.by(name) for name in alone}
     return settings | {
         f"block size {size}": dataclasses.replace(
             base, method=arguments.method, block_size=size, alpha=arguments.alpha

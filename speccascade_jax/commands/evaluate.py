@@ -225,7 +225,7 @@ def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
     apart = run.tensor_parallel == 1
     cascade = Cascade.from_config(run, local_mesh() if apart else decoding_mesh(run.tensor_parallel))
     for method in arguments.methods:  # better now than after hours of decoding
-        cascade.checked(run.settings, {"method": method})
+        cascade.checked(run.settings.by(method), {})
     if not run.truncate:
         cascade.encode(sources)
     first = None

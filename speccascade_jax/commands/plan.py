@@ -264,7 +264,7 @@ def measured(
     measures the machine's pace later: the verifier's time for a call of one token. Each process of a job has
     its own measurements of what all of them do together."""
     settings = arguments.run.settings
-    alone = dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
+    alone = dataclasses.replace(settings.by("verifier"), alpha=0.0, block_size=1)
     outputs = list(
         track(
             cascade.generate(texts, alone, truncate=True, batch_size=8),
@@ -396,7 +396,7 @@ def show_pairs(
 def settings_of(block_sizes: tuple[int, ...], settings: Settings) -> Settings:
     """The settings of a cascade with these block sizes, or of the verifier alone without any."""
     if not block_sizes:
-        return dataclasses.replace(settings, method="verifier", alpha=0.0, block_size=1)
+        return dataclasses.replace(settings.by("verifier"), alpha=0.0, block_size=1)
     return dataclasses.replace(settings, method="speculative", alpha=0.0, block_size=block_sizes)
 
 

@@ -28,7 +28,7 @@ from speccascade_jax.core.protocols import (
     Prefix,
     Rows,
     Sampler,
-    abilities_of,
+    ability_of,
 )
 from speccascade_jax.core.randomness import noise
 from speccascade_jax.core.rounds import add, after, noise_sizes_of, placed_at, step
@@ -182,7 +182,7 @@ def prompt_width(sampler: Sampler, params: Params, batch: Requests) -> int:
 
 def by_round(sampler: Sampler, verifications: Int[Array, " B"]) -> Bool[Array, " B"] | None:
     """A mask of the rows whose verification is `by_round`; None if all are."""
-    ways = [way.by_round for way in abilities_of(sampler).verifications]
+    ways = [way.by_round for way in ability_of(sampler, "verifications")]
     return None if all(ways) else jnp.array(ways)[verifications]
 
 
@@ -202,7 +202,7 @@ def prefilled(sampler: Sampler, params: Params, batch: Requests, length: int) ->
 
 def advance(sampler: Sampler, params: Params, state: State, *, eos_id: int) -> State:
     """Runs one round: every unfinished row commits one block."""
-    so_far = state.counts if abilities_of(sampler).remembers else None
+    so_far = state.counts if ability_of(sampler, "remembers") else None
     with jax.named_scope("round"):
         block, caches, counted = step(
             sampler, params, state.caches, state.rows._replace(so_far=so_far), eos_id

@@ -197,16 +197,19 @@ class Abilities(NamedTuple):
     states_law: Callable[[Sequence[Any]], bool] = lambda methods: True
 
 
-def abilities_of(sampler: Sampler) -> Abilities:
-    """A sampler's optional members, with the default of each that it lacks."""
-    return Abilities._make(getattr(sampler, *member) for member in Abilities._field_defaults.items())
+def ability_of(sampler: Sampler, name: str) -> Any:
+    """A sampler's optional member of this name, or the default if it lacks that.
+
+    Members are read singly: many ask the drafter below for theirs, and all of them together would ask it
+    several times at each level.
+    """
+    return getattr(sampler, name, Abilities._field_defaults[name])
 
 
 def states_law(sampler: Sampler, methods: Sequence[Any] = ()) -> bool:
     """Whether a sampler's laws() gives the law of what `methods` write, one for each verifier from the
     smallest up; without any, of what its own methods do."""
-    abilities = abilities_of(sampler)
-    return abilities.laws is not None and abilities.states_law(methods)
+    return ability_of(sampler, "laws") is not None and ability_of(sampler, "states_law")(methods)
 
 
 def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
@@ -215,7 +218,7 @@ def laws(sampler: Sampler, params: Params, caches: Cache, rows: Rows, tokens: In
 
     Raises ValueError for a sampler whose law is not one of the prefix.
     """
-    stated = abilities_of(sampler).laws
+    stated = ability_of(sampler, "laws")
     if stated is None:
         raise ValueError(f"{type(sampler).__name__} states no law of its tokens by their prefix.")
     return stated(params, caches, rows, tokens)

@@ -17,7 +17,7 @@ from speccascade_jax.core.protocols import (
     Params,
     Rows,
     Sampler,
-    abilities_of,
+    ability_of,
 )
 from speccascade_jax.core.randomness import Role
 from speccascade_jax.core.verification import Draft, Verdict
@@ -47,7 +47,7 @@ def uniforms(
 def noise_sizes_of(sampler: Sampler) -> tuple[tuple[int, ...], ...]:
     """The `sizes` of randomness.noise, for each sampler from the innermost drafter up to this one. A sampler
     that contains others declares them in `noise_sizes`; otherwise all numbers belong to positions."""
-    sizes = abilities_of(sampler).noise_sizes
+    sizes = ability_of(sampler, "noise_sizes")
     return ((),) * (sampler.level + 1) if sizes is None else sizes
 
 

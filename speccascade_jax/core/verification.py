@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from speccascade_jax.core.protocols import Sampler, ability_of
 from speccascade_jax.core.randomness import draw
 
 Array = jax.Array
@@ -60,14 +61,15 @@ def block_chances(
     """h_1 .. h_G and w_0 .. w_G (Sun et al., Algorithm 2, with pi for their target). After j tokens of n,
 
         w_0 = 1    w_j = min(1, w_{j-1} pi_j(x_j) / q~_j(x_j))
-        R_j = sum_v max(0, w_j pi_{j+1}(v) - q~_{j+1}(v))    h_j = R_j / (R_j + 1 - w_j), and w_n for j = n
+        R_j = sum_v max(0, w_j pi_{j+1}(v) - q~_{j+1}(v))    h_j = R_j / (R_j + (1 - w_j)), and w_n for j = n
 
     Given the first j tokens, at least j are accepted with probability w_j. If exactly j are, the next token
     is drawn from max(0, w_j pi_{j+1} - q~_{j+1}). If w_j = 1 and R_j = 0, any h_j is valid.
     """
     weights = block_weights(draft, pi)
     left = jnp.sum(jnp.maximum(weights[..., None] * pi - draft.probs, 0.0), axis=-1)[:, 1:]
-    w, total = weights[:, 1:], left + 1.0 - weights[:, 1:]
+    w = weights[:, 1:]
+    total = left + (1.0 - w)  # left itself where w is 1: the chance is then 1 exactly
     at_end = draft.size[:, None] == 1 + jnp.arange(w.shape[1])
     return jnp.where(at_end, w, left / jnp.where(total > 0, total, 1.0)), weights
 
@@ -137,6 +139,11 @@ BLOCK = Verification(
     name="block",
 )
 VERIFICATIONS = {way.name: way for way in (TOKEN, BLOCK)}
+
+
+def verifications_of(sampler: Sampler) -> tuple[str, ...]:
+    """The names of the ways to verify that rows of a sampler choose from; none for one that says none."""
+    return tuple(way.name for way in ability_of(sampler, "verifications"))
 
 
 def is_default(name: str) -> bool:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.protocols import abilities_of
+from speccascade_jax.core.protocols import ability_of
 from speccascade_jax.core.samplers.named import VERIFIER
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.scheduling.blocks import sizes_up_to
@@ -81,11 +81,11 @@ class Decoder:
 
 def decoders(cascade: Cascade, settings: Settings, rows: int) -> dict[str, Decoder]:
     """The decoders: block sizes by load, the settings' fixed size, and the verifier alone."""
-    alone = dataclasses.replace(settings, method=VERIFIER)
+    alone = settings.by(VERIFIER)
     width, made = cascade.max_source_length, dict[str, Decoder]()
     for name, choice in (("by_load", settings), ("fixed", settings), ("verifier", alone)):
         [lane] = cascade.lanes([choice]).values()
-        if choice is settings and not abilities_of(lane.plan.sampler).resizes:
+        if choice is settings and not ability_of(lane.plan.sampler, "resizes"):
             raise FieldError(
                 "by_load",
                 rows,

@@ -29,7 +29,7 @@ from speccascade_jax.checkpoints.arrays import Placement, head_of
 from speccascade_jax.config import ConfigError, DecodeConfig, TrainConfig, available, load
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.protocols import abilities_of
+from speccascade_jax.core.protocols import ability_of
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Speculative
 from speccascade_jax.core.samplers.block import drafting
@@ -270,7 +270,7 @@ class Pair:
     @property
     def at_once(self) -> bool:
         """Whether the drafter writes a draft in one pass."""
-        return abilities_of(self.sampler.drafter).at_once
+        return ability_of(self.sampler.drafter, "at_once")
 
     @property
     def drafter_passes(self) -> int:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core import loop
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.protocols import Sampler, abilities_of, laws, states_law
+from speccascade_jax.core.protocols import Sampler, ability_of, laws, states_law
 from speccascade_jax.core.verification import Verification
 from speccascade_jax.evaluation.quality import interval, resamples
 from speccascade_jax.evaluation.sweep import DAMAGE, Track
@@ -41,7 +41,7 @@ def ratios(
     """q~/pi of each of `tokens` given its request and the tokens before it; 0 where pi is 0."""
     state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
-    draft_laws: Any = abilities_of(sampler).draft_laws
+    draft_laws: Any = ability_of(sampler, "draft_laws")
     drafted, written = (
         jnp.take_along_axis(law, tokens[..., None], axis=-1)[..., 0]
         for _, law in (
@@ -61,7 +61,7 @@ def ratios_along(
     [(_, lane)] = cascade.lanes([settings]).items()
     sampler = lane.plan.sampler
     rules = () if settings.scheme(cascade.levels) else settings.rules(cascade.levels)
-    if abilities_of(sampler).draft_laws is None or not states_law(sampler, rules):
+    if ability_of(sampler, "draft_laws") is None or not states_law(sampler, rules):
         raise FieldError(
             "method", settings.name, "take a rule whose target distribution depends on the prefix alone."
         )

@@ -62,7 +62,7 @@ class Libraries:
 
     def _run(self, dtype: str, method: str) -> DecodeConfig:
         size = 1 if method in SINGLE_MODEL else self.block_size
-        return pair(self.config, router=None, alpha=0.0, dtype=dtype, method=method, block_size=size)
+        return pair(self.config, router=None, alpha=0.0, dtype=dtype, block_size=size).by(method)
 
     def _table(self, times: dict[str, Times], others: Sequence[str]) -> dict[str, Any]:
         ours = [times[f"{self.method}, {dtype}"] for dtype in self.dtypes]

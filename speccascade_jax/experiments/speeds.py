@@ -80,7 +80,7 @@ class Lossless:
                 batch_size=batch_size,
             )
             for model in ("verifier", "drafter"):
-                decoders[temperature, dtype, model] = dataclasses.replace(run, method=model, block_size=1)
+                decoders[temperature, dtype, model] = dataclasses.replace(run.by(model), block_size=1)
             for size in self.block_sizes:
                 decoders[temperature, dtype, size] = dataclasses.replace(
                     run, method=self.method, block_size=size

@@ -199,7 +199,7 @@ class Times:
             (way, size): dataclasses.replace(run, verification=way, block_size=size)
             for way, size in itertools.product(WAYS, self.block_sizes)
         }
-        return {("verifier",): dataclasses.replace(run, method="verifier", block_size=1), **decoders}
+        return {("verifier",): dataclasses.replace(run.by("verifier"), block_size=1), **decoders}
 
     def _cells(self, times: dict[Any, turns.Times]) -> list[str]:
         """The speed of each verification at its fastest block size, and their comparison."""

@@ -25,7 +25,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.nests import each as of_nest
 from speccascade_jax.core.nests import network_of
-from speccascade_jax.core.protocols import LanguageModel, Sampler, abilities_of
+from speccascade_jax.core.protocols import LanguageModel, Sampler, ability_of
 from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.drafts import Drafters, kind_of
@@ -415,8 +415,8 @@ class Cascade:
         if self.foreign:
             check_method(settings, self.levels, self.strategy)
         scheme = settings.scheme(self.levels)
-        if scheme is not None and scheme not in NAMED.values():
-            settings.check_verification(scheme.sampler(self.models))
+        if scheme is not None and scheme.verifications is None:
+            settings.check_sampler(scheme, scheme.sampler(self.models))
         self.check_model_free(settings)
         self.check_at_once(settings)
         if settings.max_new_tokens is not None and settings.max_new_tokens > self.max_new_tokens:
@@ -652,7 +652,7 @@ class Cascade:
     def scheduler(self, plan: Plan, params: Any, batch_size: int) -> Scheduler:
         """An empty scheduler with `batch_size` rows per device; its programs are kept for the next one."""
         programs = self._programs(plan, params)
-        drafted = abilities_of(plan.sampler).proposed
+        drafted = ability_of(plan.sampler, "proposed")
         proposer = self.host_drafter.proposer(programs, batch_size) if drafted else None
         return Scheduler(programs, batch_size, self.tokenizer, self.bucket, proposer, self.prefixes)
 

@@ -112,8 +112,8 @@ def stopwatch(part: Part, once: bool = False, job: Job | None = None) -> Callabl
         first = spent(1)
         if once:
             return first
-        # The caches are warm now. Each process of a job has measured other seconds, and if one ran more rounds
-        # than another, it would wait forever.
+        # The caches are warm now. Each process of a job has measured other seconds, and a process that ran
+        # more rounds than the others would wait forever.
         times = job.share(lambda: int(np.clip(LONG_ENOUGH / first, 4, 400)))
         return (spent(1 + times) - spent(1)) / times
 

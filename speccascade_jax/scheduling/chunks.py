@@ -20,7 +20,7 @@ from speccascade_jax.core.protocols import (
     Prefix,
     Rows,
     Sampler,
-    abilities_of,
+    ability_of,
 )
 from speccascade_jax.core.rounds import noise_sizes_of, step
 from speccascade_jax.vocabularies.translated import Resized, Translated
@@ -89,7 +89,7 @@ class Unread:
 
     @property
     def verifications(self) -> Any:
-        return abilities_of(self.sampler).verifications
+        return ability_of(self.sampler, "verifications")
 
     def plain(self, counts: Counts) -> dict[str, Any]:
         return self.sampler.plain(counts)

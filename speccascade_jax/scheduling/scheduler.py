@@ -19,10 +19,10 @@ import numpy as np
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.loop import Requests
 from speccascade_jax.core.methods import Method
-from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin, Sampler, abilities_of
+from speccascade_jax.core.protocols import NO_TOKEN, Markers, Origin
 from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
-from speccascade_jax.core.verification import is_default
+from speccascade_jax.core.verification import is_default, verifications_of
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
 from speccascade_jax.scheduling.prompts import Entry, Prompts, Reading, Request
@@ -369,11 +369,6 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
             markers_of([request.spans for request in requests], levels) if plan.spans else None,
         )
     )
-
-
-def verifications_of(sampler: Sampler) -> tuple[str, ...]:
-    """The names of the verifications that rows of a program may choose; empty if the sampler lists none."""
-    return tuple(way.name for way in abilities_of(sampler).verifications)
 
 
 def as_floats(values: Any) -> np.ndarray:

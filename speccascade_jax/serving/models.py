@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.protocols import abilities_of
+from speccascade_jax.core.protocols import ability_of
 from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.named import SAMPLERS
 from speccascade_jax.core.transforms import TRUNCATIONS
@@ -86,7 +86,7 @@ class ServedModel:
         chats = [tokenizer.chat for tokenizer in (cascade.tokenizer, *cascade.foreign.values())]
         self.chats = chats[0] is not None
         if cascade.levels == 0:  # a single model decodes alone whatever its config says
-            self.defaults, methods = dataclasses.replace(self.defaults, alpha_after={}, **ALONE), ()
+            self.defaults, methods = self.defaults.by(**ALONE), ()
         cascade.check_model_free(resolved(self.defaults, cascade.named))
         methods = [name for name in methods if self._can_follow(name)]
         choices: dict[str, Choice | tuple[Choice, ...]] = {
@@ -117,7 +117,7 @@ class ServedModel:
 
     def _check_load(self, samplers: Sequence[Any]) -> None:
         """Raises FieldError if a sampler's rounds cannot differ in their block size."""
-        if not samplers or not all(abilities_of(sampler).resizes for sampler in samplers):
+        if not samplers or not all(ability_of(sampler, "resizes") for sampler in samplers):
             raise FieldError(
                 "block_size",
                 LOAD,
@@ -207,7 +207,7 @@ class ServedModel:
                 "stop holds U+FFFD, which stands for an unfinished character",
             )
         defaults = self.defaults
-        if "method" in changes:  # another method may not use alpha
+        if "method" in changes:  # another method may not use alpha, or verify nothing
             defaults = defaults.by(changes["method"], {**NAMED, **self.cascade.named})
         try:
             settings = self.cascade.checked(defaults, changes)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bild_reference import bild, softmax
 from toys import TableLM, chi_square, pair, sequence_law, table, transform
 
 from speccascade_jax.baselines import BASELINES
@@ -50,11 +51,6 @@ def run(sampler, alpha, rows=ROWS, tables=TABLES, prompts=None, steps=STEPS, eos
     assert (result.counts.emitted == result.length).all()
     check_tally(result.counts)
     return result
-
-
-def softmax(row):
-    row = np.exp(row.astype(np.float64) - row.max())
-    return row / row.sum()
 
 
 def token_cascade_law(alpha, cap, prompt=(1,), temperature=1.0):
@@ -129,51 +125,6 @@ def test_oracle_follows_the_law_of_diff():
         chi_square(result.tokens, sequence_law(TABLES, ["speculative"], [0.0], (1,), steps=STEPS, eos=EOS))
         < FAIL_BELOW
     )
-
-
-def bild(tables, prompt, fallback, threshold, window, limit, eos, compat):
-    """BiLD, a token at a time (`compat`: as it was released): the text, and how often the verifier read."""
-
-    def law(which, ids):
-        padded = (0, *ids)
-        return softmax(tables[which][padded[-2], padded[-1]])
-
-    ids, fixed, calls, ended = list(prompt), len(prompt), 0, False
-
-    def finished():
-        return len(ids) - len(prompt) >= limit or (len(ids) > len(prompt) and ids[-1] == eos)
-
-    def large():
-        nonlocal ids, fixed, calls
-        calls += 1
-        for k in range(fixed, len(ids)):
-            p = law(1, ids[:k])
-            if -np.log(p[ids[k]]) > threshold:
-                if p.argmax() != ids[k]:
-                    ids = [*ids[:k], int(p.argmax())]
-                    fixed = len(ids)
-                    return True
-                if compat:
-                    break
-        if not finished():
-            ids.append(int(law(1, ids).argmax()))
-        fixed = len(ids)
-        return False
-
-    large()
-    while not ended:
-        if finished():
-            if fixed == len(ids) or compat:
-                break
-            large()
-            continue
-        q = law(0, ids)
-        if len(ids) - fixed < window and q.max() >= fallback:
-            ids.append(int(q.argmax()))
-        elif large() and compat and len(ids) - len(prompt) < limit:
-            ids.append(int(law(1, ids).argmax()))
-            fixed, calls = len(ids), calls + 1
-    return ids[len(prompt) :], calls
 
 
 PROMPTS = np.array(list(itertools.product(range(6), repeat=2)), np.int32)

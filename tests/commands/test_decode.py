@@ -134,7 +134,7 @@ def test_an_output_with_a_damaged_line_is_left_alone(line, t5_pair, inputs, tmp_
 
 BAD = {
     "unknown config": (["--config=wmt_smal_large"], "did you mean 'wmt_small_large'"),
-    "missing checkpoint": (["--config=wmt_small_large", "--text=x"], "scripts/finetune.py"),
+    "missing checkpoint": (["--config=wmt_small_large", "--text=x"], ("drafter", "runs/wmt_small")),
     "unknown method": (["--method=tokenv3"], ("method", "tokenv3")),
     "alpha": (["--method=chow", "--alpha=1.5"], ("alpha", 1.5)),
     "lossy alpha": (["--method=lossy", "--alpha=1"], ("alpha", 1.0)),
@@ -144,7 +144,7 @@ BAD = {
     "top_k": (["--top-k=0"], ("top_k", 0)),
     "block size": (["--block-size=0"], ("block_size", 0)),
     "batch size": (["--batch-size=0"], ("batch_size", 0)),
-    "no folder": (["--verifier=/nowhere"], "/nowhere is missing"),
+    "no folder": (["--verifier=/nowhere"], ("verifier", "/nowhere")),
     "too long": (["--text", "cat dog " * 30], ("max_source_length", 32)),
     "unreadable input": (["--input=/nowhere.txt"], "cannot read /nowhere.txt"),
     "unwritable output": (["--output=/nowhere/out.jsonl"], ("output", "/nowhere/out.jsonl")),

@@ -120,6 +120,15 @@ def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_p
 
 
 @pytest.mark.full
+def test_options_that_only_some_methods_read_are_for_those(tiny, tmp_path):
+    """The sequence cascade reads no lenience after a marker and verifies no drafts."""
+    arguments = flags(
+        tiny, tmp_path / "texts", "--limit=1", "--verification=block", "--alpha-after", "cat", "0.5"
+    )
+    assert evaluate.main(arguments) == 0
+
+
+@pytest.mark.full
 def test_eight_devices_write_the_same_texts(tiny, alone, tmp_path):
     process = start(flags(tiny, tmp_path / "texts", "--batch-size=2"), environment(tmp_path, 8))
     assert process.wait(timeout=300) == 0, process.stderr.read()

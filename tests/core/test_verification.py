@@ -7,7 +7,14 @@ import pytest
 from toys import chi_square
 
 from speccascade_jax.core.randomness import draw
-from speccascade_jax.core.verification import VERIFICATIONS, Draft, deferred_drafts, residual, verify
+from speccascade_jax.core.verification import (
+    VERIFICATIONS,
+    Draft,
+    block_chances,
+    deferred_drafts,
+    residual,
+    verify,
+)
 
 Q, P = jnp.array([0.6, 0.3, 0.1]), jnp.array([0.2, 0.3, 0.5])
 
@@ -18,6 +25,15 @@ def test_zero_never_accepts_what_the_target_excludes():
     for way in VERIFICATIONS.values():
         assert way.accept(jnp.zeros((1, 1)), draft, pi)[0] == 0
         assert verify(jnp.zeros((1, 1)), jnp.zeros((1, 2)), draft, pi, (way,)).next_token in (0, 1)
+
+
+def test_tokens_that_all_stand_stand_with_a_chance_of_exactly_1():
+    """Where w_j is 1 no rounding of R_j leaves a chance that they do not."""
+    q, pi = np.random.default_rng(0).dirichlet(np.ones(5), (2, 500, 4)).astype(np.float32)
+    tokens = np.argmax(pi / q, axis=-1)[:, :3]  # of each place, the one that pi prefers most
+    draft = Draft(jnp.array(tokens), jnp.array(q), jnp.full(500, 3))
+    chances, weights = block_chances(draft, jnp.array(pi))
+    assert (weights == 1).all() and (chances == 1).all()
 
 
 def test_residual_without_mass_falls_back_to_the_target():

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import check_about, refusals
 
 from speccascade_jax.commands import fewshot as script
 from speccascade_jax.core.errors import FieldError
@@ -226,7 +227,7 @@ def test_every_file_present_makes_prompts(name):
 
 
 @pytest.mark.full
-def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
+def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path):
     task = with_files("triviaqa", tmp_path)
     files = [
         f"--drafter={gemma_pair / 'drafter'}",
@@ -246,21 +247,25 @@ def test_the_script_scores_a_tiny_pair(gemma_pair, tmp_path, capsys):
     assert lines[7]["rejection_rate"] is None
     assert lines[3]["shots"] == build_prompts(dataclasses.replace(task, shots=1), 0).shots
     assert all("\n" not in line["output"] for line in lines if "output" in line)
-    assert script.main(["--task=mbpp", *files]) == 2 and "--execute-code" in capsys.readouterr().err
-    assert script.main(["--task=gsm", *files]) == 2 and "unknown task 'gsm'" in capsys.readouterr().err
+    for name, about in (("mbpp", ("execute_code", False)), ("gsm", ("task", "gsm"))):
+        with refusals() as errors:
+            assert script.main([f"--task={name}", *files]) == 2
+        check_about(errors[0], *about)
 
 
-def test_one_more_entry_is_all_that_a_task_takes(tmp_path, monkeypatch, capsys):
+def test_one_more_entry_is_all_that_a_task_takes(tmp_path, monkeypatch):
     """The task's own files are used; requirements are named."""
     missing = ["--task=capitals", "--drafter=/nowhere", "--verifier=/nowhere"]
     task = dataclasses.replace(with_files("triviaqa", tmp_path), name="capitals")
-    monkeypatch.setitem(TASKS, "capitals", task)
-    assert script.main(missing) == 2 and "/nowhere is missing" in capsys.readouterr().err
-    monkeypatch.setitem(TASKS, "capitals", dataclasses.replace(task, shots=9))
-    assert script.main(missing) == 2 and "9 are to be shown" in capsys.readouterr().err
-    monkeypatch.setitem(TASKS, "capitals", dataclasses.replace(task, executes=True))
-    assert script.main(missing) == 2
-    assert "capitals is scored by running" in capsys.readouterr().err
+    for changes, about in (
+        ({}, ("drafter", "/nowhere")),
+        ({"shots": 9}, ("shots", 9)),
+        ({"executes": True}, ("execute_code", False)),
+    ):
+        monkeypatch.setitem(TASKS, "capitals", dataclasses.replace(task, **changes))
+        with refusals() as errors:
+            assert script.main(missing) == 2
+        check_about(errors[0], *about)
 
 
 def test_help_says_every_task(capsys):

@@ -55,9 +55,11 @@ def test_an_invalid_ratio_is_refused(rows):
         pad_ratios(rows, 3, 2)
 
 
-def test_a_law_that_depends_on_the_round_is_refused():
-    toys = cascade(2)
-    settings = Settings(method="lookahead", alpha=0.3)
+@pytest.mark.parametrize("models,method", [(2, "lookahead"), (3, "lookahead+speculative")])
+def test_a_law_that_depends_on_the_round_is_refused(models, method):
+    """Also that of the drafts of a lossless method."""
+    toys = cascade(models)
+    settings = Settings(method=method, alpha=0.3)
     with pytest.raises(FieldError) as refused:
         ratios_along(toys, list(toys.generate(TEXTS[:3], settings)), settings)
-    assert (refused.value.field, refused.value.value) == ("method", "lookahead")
+    assert (refused.value.field, refused.value.value) == ("method", method)

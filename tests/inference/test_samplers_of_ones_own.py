@@ -1,8 +1,10 @@
 """A sampler object can be used in place of a method's name, in generate() and in a config."""
 
+import collections
 import dataclasses
 import json
 import runpy
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,11 @@ from speccascade_jax.core.protocols import (
     Block,
     Origin,
     Sampler,
-    abilities_of,
+    ability_of,
     states_law,
 )
 from speccascade_jax.core.randomness import Role, draw
-from speccascade_jax.core.rounds import uniforms
+from speccascade_jax.core.rounds import noise_sizes_of, uniforms
 from speccascade_jax.core.rules import target_probs
 from speccascade_jax.core.samplers import Autoregressive, Speculative, drafts
 from speccascade_jax.core.samplers.drafts import DraftKind
@@ -106,6 +108,7 @@ def test_a_verification_that_it_lacks_is_refused(cascade, ways):
     sampler = own(cascade, *ways) if ways else Autoregressive(cascade.verifier)
     settings = Settings(method=sampler, verification="block")
     made = Settings(method=lambda models: sampler, verification="block")
+    assert settings.by(sampler).verification == TOKEN.name and settings.by(made.method) == made
     for refuse in (settings.check, lambda: cascade.checked(settings, {}), lambda: cascade.checked(made, {})):
         with pytest.raises(FieldError) as refused:
             refuse()
@@ -163,11 +166,58 @@ class StatedMean(Mean):
 
 def test_it_says_what_it_can_do():
     silent, stating = (kind(TableLM(4), TableLM(4)) for kind in (Mean, StatedMean))
-    assert abilities_of(silent) == Abilities() and isinstance(silent, Sampler)
+    defaults = Abilities()._asdict()
+    assert {name: ability_of(silent, name) for name in defaults} == defaults and isinstance(silent, Sampler)
     assert not states_law(silent) and states_law(stating)
     for drafter, stated in ((silent, False), (stating, True)):
         assert states_law(Speculative(drafter, TableLM(4), NAMED["opt"], 2)) == stated
         assert states_law(Speculative(drafter, TableLM(4), NAMED["speculative"], 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Mean):
+    """Counts how often it is asked for what it can do, and for its models."""
+
+    behind: int = 0
+    times: collections.Counter = dataclasses.field(default_factory=collections.Counter, compare=False)
+
+    def __getattribute__(self, name):
+        if name in Abilities._fields or name == "models":
+            super().__getattribute__("times")[name] += 1
+        return super().__getattribute__(name)
+
+    def laws(self, params, caches, rows, tokens):
+        raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Member(TableLM):
+    """A part of the network that Counting's second model is."""
+
+    member_of: Any = None
+
+
+ASKED = [
+    (noise_sizes_of, "noise_sizes"),
+    (states_law, "states_law"),
+    (states_law, "laws"),
+    (attrgetter("laws"), "laws"),
+    (attrgetter("models"), "models"),
+]
+
+
+@pytest.mark.parametrize("ask,member", ASKED)
+def test_what_it_can_do_is_asked_for_once_by_each_level_above(ask, member):
+    """And not several times by each for every time that it is asked itself."""
+    network = TableLM(4)
+    for levels in range(1, 4):
+        stub = sampler = Counting(network, network)
+        for _ in range(levels):
+            methods = NAMED["opt"], NAMED["token_v3"]
+            sampler = Speculative(sampler, Member(4, member_of=network), methods, 2)
+        stub.times.clear()
+        ask(sampler)
+        assert 1 <= stub.times[member] <= 1 + levels
 
 
 def test_a_law_that_it_states_is_scored():

@@ -1,13 +1,19 @@
 """Scores computed afterwards: their sums are the logarithms of the enumerated law."""
 
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toys import Digits, TableBlock, TableLM, places_table, sequence_law, table
 
-from speccascade_jax.core.protocols import states_law
+from speccascade_jax.core import loop
+from speccascade_jax.core.protocols import laws, states_law
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import hierarchy
-from speccascade_jax.core.transforms import TRUNCATIONS
+from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 from speccascade_jax.inference.scoring import Scorer
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import model_of
@@ -93,3 +99,43 @@ def test_a_drafter_that_reads_its_verifiers_states_has_no_law_by_prefix(states, 
     methods = [METHODS[rule] for rule in rules]
     assert states_law(hierarchy(models, methods, [2] * len(rules)), methods) == stated
     assert states_law(hierarchy(shared.members[:1], [], []), [])
+
+
+def test_a_hierarchy_that_says_it_states_its_law_does(full):
+    """Of all pairs of methods; where neither has a law, none is stated."""
+    kinds = {(method.lossless, method.by_prefix): name for name, method in METHODS.items()}
+    every = [*METHODS] if full else [*kinds.values()]
+    assert len(kinds) == 3
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    models, tables = (TableLM(4),) * 3, [jnp.asarray(rows) for rows in TABLES]
+    params = (tables[0], tables[1]), tables[2]
+    first = hierarchy(models, [METHODS["speculative"]] * 2, [2, 2])  # whose state is that of all
+    inputs, lengths = np.array([PROMPT, PROMPT]), np.array([4, 2], np.int32)
+    options, keys = SamplingOptions(temperature=1.0), jax.random.split(jax.random.key(0), 2)
+    batch = loop.requests(first, keys, inputs, lengths, options, [0.1, 0.1], None, None, 3)
+    state = loop.begin(first, params, batch, max_new_tokens=3)
+    for names in itertools.product(every, every):
+        methods = [METHODS[name] for name in names]
+        sampler = hierarchy(models, methods, [2, 2])
+        state_law = partial(laws, sampler, params, state.caches, state.rows)
+        if states_law(sampler, methods):
+            shapes = jax.eval_shape(state_law, tokens)
+            assert [shape.shape for shape in shapes] == [(2, 3, 4)] * 2, names
+        elif not any(method.by_prefix for method in methods):
+            with pytest.raises(ValueError):
+                state_law(tokens)
+
+
+@pytest.mark.parametrize("methods", [("lookahead", "speculative"), ("speculative", "speculative")])
+def test_a_lossless_method_has_its_verifiers_law_whatever_drafts(methods):
+    """Also in a program of other methods, of which some have no law."""
+    cascade = Cascade((TableLM(4),) * 3, TABLES, Digits(), max_source_length=16, max_new_tokens=3)
+    settings = Settings(method=methods, alpha=(0.1, 0.0), temperature=1.0)
+    others = [Settings(method=("speculative", "lookahead"), temperature=1.0)]
+    for each in ([settings], [settings, *others]):
+        [lane] = cascade.lanes(each).values()
+        scorer = Scorer(lane.plan, lane.params, 16)
+        request = Request(PROMPT, settings, 0, lane.numbers(settings))
+        law = sequence_law(TABLES[2:], [], [], PROMPT, steps=3, eos=3)
+        scores = [np.exp(scorer(request, list(text)).logprobs.sum()) for text in law]
+        np.testing.assert_allclose(scores, list(law.values()), atol=1e-6)

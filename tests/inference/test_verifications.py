@@ -3,12 +3,19 @@
 import dataclasses
 
 import pytest
+from refusals import check_about, refusals
 from toys import Digits, TableLM, table
 
+from speccascade_jax.baselines import BASELINES
+from speccascade_jax.commands import decode
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.core.verification import VERIFICATIONS
+from speccascade_jax.core.samplers.named import SAMPLERS
+from speccascade_jax.core.verification import TOKEN, VERIFICATIONS, verifications_of
+from speccascade_jax.evaluation.sweep import grid
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.settings import Settings
+from speccascade_jax.settings import NAMED, Settings
+
+SCHEMES = {**BASELINES, **SAMPLERS}
 
 
 def cascade(models=2):
@@ -61,3 +68,43 @@ def test_an_unknown_verification_is_refused():
     with pytest.raises(FieldError) as error:
         Settings(verification="whole").check()
     assert (error.value.field, error.value.value) == ("verification", "whole")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_method_that_verifies_in_no_such_way_refuses_it(name):
+    """Before models are loaded and with them, and only what is not the usual way."""
+    made, settings = cascade(), Settings(method=name, verification="block")
+    for refuse in (settings.check, lambda: made.generate(["1"], settings), lambda: made.precompile(settings)):
+        with pytest.raises(FieldError) as error:
+            refuse()
+        assert (error.value.field, error.value.value) == ("verification", "block")
+    usual = dataclasses.replace(settings, verification=TOKEN.name)
+    assert usual == made.checked(usual, {}) == Settings(verification="block").by(name)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_an_entry_says_of_its_ways_to_verify_is_what_its_sampler_does(name):
+    assert SCHEMES[name].verifications == verifications_of(SCHEMES[name].sampler(cascade().models))
+
+
+def test_a_single_model_verifies_nothing():
+    made = cascade(1)
+    for method in ("speculative", "verifier"):
+        with pytest.raises(FieldError) as error:
+            made.generate(["1"], method=method, verification="block")
+        assert (error.value.field, error.value.value) == ("verification", "block")
+        made.generate(["1"], method=method)
+
+
+def test_a_command_refuses_it_before_models_are_loaded():
+    flags = ["--drafter=none", "--verifier=none", "--method=token_cascade", "--verification=block"]
+    with refusals() as errors:
+        assert decode.main(flags) == 2
+    check_about(errors[0], "verification", "block")
+
+
+def test_a_sweep_asks_only_methods_that_verify_in_this_way():
+    base = Settings(verification="block")
+    points = grid(base, [name for name in NAMED if not NAMED[name].sweep.between], [0.0], [2], [0.0])
+    assert {point.verification for point in points if point.method in SCHEMES} == {TOKEN.name}
+    assert {point.verification for point in points if point.method not in SCHEMES} == {"block"}

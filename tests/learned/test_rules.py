@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hostile import INSTEAD
 from joint_laws import EOS, FAIL_BELOW, PROMPTS, STEPS, TABLES, VOCAB, decoded
+from refusals import check_about, refusals
 from toys import TableLM, chi_square, entropy, pair, sequence_law, target, transform
 
 from speccascade_jax.commands import decode, finetune
@@ -315,18 +316,11 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
     ):
         assert finetune.main([f"--config={names['router']}", "--examples=32", *flags]) == 0
         assert f"on held-out texts, {said}" in capsys.readouterr().out
-    assert (
-        decode.main(
-            [
-                f"--config={names['pair']}",
-                "--method=learned_mixture",
-                "--text=the cat",
-                f"--output={tmp_path / 'none.jsonl'}",
-            ]
-        )
-        == 2
-    )
-    assert "give its file with --router" in capsys.readouterr().err and not (tmp_path / "none.jsonl").exists()
+    untrained = ["--method=learned_mixture", "--text=the cat", f"--output={tmp_path / 'none.jsonl'}"]
+    with refusals() as errors:
+        assert decode.main([f"--config={names['pair']}", *untrained]) == 2
+    check_about(errors[0], "method", "learned_mixture")
+    assert not (tmp_path / "none.jsonl").exists()
     assert json.loads(Path(output).read_text())["about"]["split"] == "validation"
     assert (
         decode.main(
@@ -340,13 +334,15 @@ def test_a_config_trains_a_file_that_decodes(t5_pair, tmp_path, capsys):
         )
         == 0
     )
-    for flags, said in (
-        (["--split=dev"], "unknown split"),
-        (["--pair=router_of_none"], "no config"),
-        ([f"--output={output[:-5]}"], "must end in .json"),
+    for flag, field, value in (
+        ("--split=dev", "split", "dev"),
+        (f"--output={output[:-5]}", "output", output[:-5]),
     ):
-        assert finetune.main([f"--config={names['router']}", *flags]) == 2
-        assert said in capsys.readouterr().err
+        with refusals() as errors:
+            assert finetune.main([f"--config={names['router']}", flag]) == 2
+        check_about(errors[0], field, value)
+    assert finetune.main([f"--config={names['router']}", "--pair=router_of_none"]) == 2
+    assert "no config" in capsys.readouterr().err
     assert decode.main([f"--config={names['router']}", "--text=the cat"]) == 2
     assert "trains the method router; its pair is" in capsys.readouterr().err
 

@@ -11,7 +11,19 @@ import numpy as np
 import processes
 import pytest
 from digests import Digest, logits
-from schedules import Letters, alone, calls
+from kept_prompts import (
+    CHUNK,
+    HOW,
+    Case,
+    bucket,
+    decoded,
+    hierarchy,
+    pair,
+    programs_of,
+    requests_like,
+    served,
+)
+from schedules import alone, calls
 from shapes import TINY_GEMMA
 from toy_vocabularies import OWN, TARGET, Words
 from toys import TableLM, table
@@ -22,22 +34,10 @@ from speccascade_jax.core.samplers import Autoregressive, Speculative
 from speccascade_jax.models import model_of
 from speccascade_jax.scheduling import chunks, prefixes, prompts
 from speccascade_jax.scheduling import programs as programs_module
-from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.prefixes import Owner, PrefixCache, blocks_of, shared_lengths
-from speccascade_jax.scheduling.programs import Clock, Plan, Programs
 from speccascade_jax.scheduling.prompts import Request
-from speccascade_jax.scheduling.scheduler import Scheduler
-from speccascade_jax.settings import Settings
 from speccascade_jax.vocabularies.joining import translated
 from speccascade_jax.vocabularies.translated import Resized
-
-WIDTH, CHUNK = 44, 4
-HOW = Settings(temperature=0.8, alpha=0.3)
-
-
-def bucket(length):
-    return WIDTH
-
 
 # The store
 
@@ -109,26 +109,6 @@ def test_a_chain_longer_than_the_cache_keeps_its_beginning():
 # Schedulers
 
 
-def pair(seed=0):
-    large = logits(seed, 97)
-    model = Digest(97)
-    sampler = Speculative(Autoregressive(Resized(model, 97, 90)), model, METHODS["token_v3"], 3)
-    return sampler, (logits(seed + 1, 97, large), large)
-
-
-def hierarchy():
-    large = logits(0, 97)
-    model = Digest(97)
-    lower = Speculative(Autoregressive(model), Digest(97), METHODS["opt"], 2)
-    sampler = Speculative(lower, model, METHODS["token_v3"], 3)
-    return sampler, ((logits(1, 97, large), logits(2, 97, large)), large)
-
-
-def programs_of(sampler, params, mesh=None, prefixes=None, **fields):
-    plan = Plan(sampler, **{"max_new_tokens": 8, "eos_id": 1, "vocab_size": 97, "history": 8, **fields})
-    return Programs(plan, params, mesh, Clock(), prefixes)
-
-
 def test_memory_for_the_cache_is_reserved(monkeypatch):
     """But for what the cache holds already, and not where the models keep nothing."""
     monkeypatch.setattr(programs_module, "free_memory", lambda: 500_000)  # far more than the rows need
@@ -145,52 +125,6 @@ def test_memory_for_the_cache_is_reserved(monkeypatch):
     assert (refused.value.field, refused.value.value) == ("max_new_tokens", 8)
     kept.add(Owner("model", (), jax.ShapeDtypeStruct((), jnp.int32)), [(1,)], jnp.zeros(600_000, jnp.int8))
     check(*pair(), kept)
-
-
-def requests_like(count, levels=1, seed=0):
-    """Requests that begin like others, to any point of three texts. Of these one ends like another."""
-    draw = np.random.default_rng(seed)
-    heads = [draw.integers(3, 90, 24).tolist() for _ in range(3)]
-    heads[1][:10] = heads[0][:10]
-    heads[2][8:] = heads[0][8:]
-    settings = dataclasses.replace(HOW, alpha=(0.3,) * levels)
-    return [
-        Request(
-            heads[draw.integers(3)][: draw.integers(0, 25)]
-            + draw.integers(3, 90, draw.integers(1, 20)).tolist(),
-            settings,
-            number,
-        )
-        for number in range(count)
-    ]
-
-
-def served(programs, kept, asked, rows=3):
-    """What a server's scheduler gives for requests that come two at a time, and some of which are given up;
-    and how many tokens of each prompt it has found."""
-    scheduler = Continuous(programs, rows, Letters(), bucket, WIDTH, kept)
-    scheduler.precompile([WIDTH])
-    before, found, waiting, ids = programs.clock.compilations, {}, [*asked], []
-    while waiting or scheduler.busy:
-        arrived, waiting = waiting[:2], waiting[2:]
-        ids += scheduler.admit(arrived)
-        dropped = scheduler.admit(arrived[-1:])
-        scheduler.run(rounds=3)
-        for number in dropped:
-            scheduler.cancel(number)
-        found |= dict(scheduler.finished())
-        assert kept is None or kept.bytes <= kept.limit
-    assert programs.clock.compilations == before
-    return [found[number] for number in ids], [scheduler.cached[number] for number in ids]
-
-
-class Case:
-    """Requests, what each writes alone, and the programs of a server for them."""
-
-    def __init__(self, sampler, params, asked, **fields):
-        self.sampler, self.params, self.asked = sampler, params, asked
-        self.whole = alone(programs_of(sampler, params, **fields), asked, bucket)
-        self.programs = programs_of(sampler, params, chunk=CHUNK, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -309,16 +243,6 @@ def test_other_parameters_find_nothing(planted, toys, monkeypatch):
 # Files
 
 
-def decoded(programs, kept, asked, rows, others=()):
-    scheduler = Scheduler(programs, rows, Letters(), bucket, None, kept)
-    ids, found = scheduler.admit(asked), {}
-    scheduler.prompts.expect([*zip(ids, asked, strict=True)], others)
-    while scheduler.busy:
-        scheduler.run()
-        found |= dict(scheduler.finished())
-    return [found[number] for number in ids]
-
-
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(prompts, "CHUNK", CHUNK)
@@ -377,19 +301,21 @@ def test_beginnings_that_do_not_fit_are_read_with_each_prompt(small_chunks, monk
 
 SCRIPT = """
 import sys
-sys.path[:0] = ["tests/support", "tests/scheduling"]
-import test_prefixes as t
+sys.path[:0] = ["tests/support"]
+from kept_prompts import CHUNK, alone, bucket, decoded, pair, programs_of, requests_like, served
 from speccascade_jax.parallel import local_mesh
+from speccascade_jax.scheduling import prompts
+from speccascade_jax.scheduling.prefixes import PrefixCache
 
-sampler, params = t.pair()
-asked = t.requests_like(12)
-whole = t.alone(t.programs_of(sampler, params), asked, t.bucket)
-t.prompts.CHUNK, t.prompts.WORTH = t.CHUNK, 1
-for chunk in (t.CHUNK, 0):
-    kept = t.PrefixCache(10**6)
-    programs = t.programs_of(sampler, params, mesh=local_mesh(), chunk=chunk)
+sampler, params = pair()
+asked = requests_like(12)
+whole = alone(programs_of(sampler, params), asked, bucket)
+prompts.CHUNK, prompts.WORTH = CHUNK, 1
+for chunk in (CHUNK, 0):
+    kept = PrefixCache(10**6)
+    programs = programs_of(sampler, params, mesh=local_mesh(), chunk=chunk)
     for _ in range(2):
-        found = t.served(programs, kept, asked, 2)[0] if chunk else t.decoded(programs, kept, asked, 2)
+        found = served(programs, kept, asked, 2)[0] if chunk else decoded(programs, kept, asked, 2)
         assert found == whole
     assert kept.bytes
 print(programs.devices)

@@ -97,6 +97,17 @@ def test_changing_a_compiled_setting_is_refused_with_its_field():
     assert decoding(model, hand_over="need", block_size=1, max_block_size=10**300).settings.block_size == 1
 
 
+def test_a_method_that_verifies_no_drafts_is_served_where_others_verify_them_as_blocks():
+    """Unless the request asks for it in so many words."""
+    model = toy_model(("speculative", "verifier"), verification="block")
+    assert decoding(model).settings.verification == "block"
+    for fields in ({"method": "verifier"}, {"speculative": False}):
+        assert decoding(model, **fields).settings.verification == "token"
+        with pytest.raises(FieldError) as error:
+            decoding(model, verification="block", **fields)
+        assert (error.value.field, error.value.value) == ("verification", "block")
+
+
 def test_a_rules_knob_is_the_servers():
     """relaxed_top_k is compiled into the rule; requests choose the rule and its lenience."""
     model = toy_model(("relaxed", "cactus", "relaxed_ratio"))

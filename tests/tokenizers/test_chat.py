@@ -5,8 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from chat_templates import SPECIALS, TEMPLATES
-from corpora import PROMPTS, SENTENCES
+from chat_templates import SPECIALS, TEMPLATES, published
 from shapes import DECODERS
 
 from speccascade_jax import checkpoints
@@ -24,46 +23,6 @@ CHAT = [
     {"role": "user", "content": "Grüße & 東京!"},
 ]
 CHATS = {"one": CHAT[:1], "several": CHAT, "system": [SYSTEM, *CHAT], "answered": CHAT[:2]}
-
-
-def published(folder, family, template=None):
-    """A folder as that family's are: tokenizer.json of byte-level BPE, its configuration, its template."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
-    from tokenizers import Tokenizer as Json
-
-    bos, eos, turns = SPECIALS[family]
-    tokenizer = Json(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        [*PROMPTS, *SENTENCES],
-        trainers.BpeTrainer(
-            vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-        ),
-    )
-    specials = [one for one in (bos, eos, *turns) if one]
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
-    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
-    if bos is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": bos,
-                "eos_token": {"__type": "AddedToken", "content": eos, "special": True},
-                **({} if template is None else {"chat_template": template}),
-            }
-        )
-    )
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [tokenizer.token_to_id(one) for one in (eos, specials[-1])]})
-    )
-    return folder / "tokenizer.json"
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

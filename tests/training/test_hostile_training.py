@@ -361,7 +361,7 @@ def test_teacher_outputs_are_resumed_only_with_the_same_settings(toy, teacher, t
     ],
 )
 def test_an_invalid_cluster_is_refused_at_once(refused, cluster):
-    assert "HOST:PORT,PROCESSES,NUMBER" in str(refused(f"--cluster={cluster}"))
+    assert names(refused(f"--cluster={cluster}")) == ("cluster", cluster)
 
 
 def free_port():
@@ -376,8 +376,8 @@ def test_missing_processes_are_awaited_and_named(refused, monkeypatch):
     port = free_port()
     assert f"localhost:{port}, did not answer" in str(refused(f"--cluster=localhost:{port},2,1"))
     assert "0 of the 2 other processes came" in str(refused(f"--cluster=localhost:{port},3,0"))
-    assert "no host 'nowhere.invalid'" in str(refused("--cluster=nowhere.invalid:1234,2,1"))
-    assert "no launcher" in str(refused("--cluster=auto"))
+    for address in ("nowhere.invalid:1234,2,1", "auto"):
+        assert names(refused(f"--cluster={address}")) == ("cluster", address)
     with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
         assert names(refused(f"--cluster=localhost:{port},1,0")) == ("cluster", port)
 

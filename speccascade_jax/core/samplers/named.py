@@ -9,7 +9,9 @@ from speccascade_jax.core.samplers.autoregressive import Autoregressive
 
 
 def _alone(name: str, place: int, summary: str) -> Scheme:
-    return Scheme(lambda models: Autoregressive(models[place]), summary, model=place, name=name)
+    return Scheme(
+        lambda models: Autoregressive(models[place]), summary, model=place, verifications=(), name=name
+    )
 
 
 VERIFIER = _alone("verifier", -1, "the large model alone")

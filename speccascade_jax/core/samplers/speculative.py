@@ -1,7 +1,7 @@
 """Speculative cascades: a sampler drafts and a model verifies; a hierarchy is a fold of such steps."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,7 @@ from speccascade_jax.core.protocols import (
     Params,
     Rows,
     Sampler,
-    abilities_of,
+    ability_of,
     laws,
     states_law,
 )
@@ -79,12 +79,17 @@ class Speculative:
     @property
     def shares(self) -> bool:
         """Whether the verifier and the drafter's largest model belong to the same network."""
+        return self._is_in(self.drafter.models)
+
+    def _is_in(self, models: Any) -> bool:
+        """Whether the largest of the drafter's `models` belongs to the verifier's network."""
         network = network_of(self.verifier)
-        return network is not self.verifier and network == top(self.drafter.models, self.drafter.models)
+        return network is not self.verifier and network == top(models, models)
 
     @property
     def models(self) -> Any:
-        return self.drafter.models if self.shares else (self.drafter.models, network_of(self.verifier))
+        models = self.drafter.models
+        return models if self._is_in(models) else (models, network_of(self.verifier))
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -117,7 +122,7 @@ class Speculative:
     @property
     def _at_once(self) -> bool:
         """Whether the drafter writes a whole draft in one step; see core.samplers.block."""
-        return abilities_of(self.drafter).at_once
+        return ability_of(self.drafter, "at_once")
 
     @property
     def capacity(self) -> int:
@@ -132,7 +137,7 @@ class Speculative:
     @property
     def resizes(self) -> bool:
         """Whether of_blocks() is supported: a single model drafts token by token, any number of tokens."""
-        return self.sized and abilities_of(self.drafter).catches_up
+        return self.sized and ability_of(self.drafter, "catches_up")
 
     def of_blocks(self, size: int) -> "Speculative":
         """The sampler whose rounds draft up to `size` <= block_size tokens, and whose states are this one's.
@@ -177,7 +182,7 @@ class Speculative:
         """Whether the bonus pass is spared: a lossless pi needs no q at the bonus position, so in rows of
         such methods the drafter does not read its last token; if that token is accepted, the next draft
         begins by reading it."""
-        can_lack = abilities_of(self.drafter).behind is not None
+        can_lack = ability_of(self.drafter, "behind") is not None
         return any(method.lossless for method in self.methods) and can_lack
 
     @property
@@ -185,7 +190,8 @@ class Speculative:
         """The drafter, for caches that may lack what it has not read: a bonus here, what its own caches lack,
         and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
         drafter = self.drafter
-        needs, deep = self.hand_over == "need", drafter.level > 0 and abilities_of(drafter).behind is not None
+        needs = self.hand_over == "need"
+        deep = drafter.level > 0 and ability_of(drafter, "behind") is not None
         lacks = self.behind  # the verifier's cache, which is that of a drafter that writes at once
         if not self._at_once:
             lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
@@ -199,22 +205,39 @@ class Speculative:
         """The drafter's part of parameters or caches."""
         return nest if self.shares else nest[0]
 
-    def draft_laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
+    @property
+    def draft_laws(self) -> Callable[..., Laws] | None:
+        """None if the drafter states no law."""
+        return self._draft_laws if ability_of(self.drafter, "laws") is not None else None
+
+    def _draft_laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
         return laws(self.drafter, self.below(params), self.below(caches), rows, tokens)
 
-    def laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
-        if not all(method.by_prefix for method in self.methods):
-            raise ValueError(f"{type(self).__name__} states no law of its tokens by their prefix.")
-        q, q_sampled = self.draft_laws(params, caches, rows, tokens)
+    @property
+    def laws(self) -> Callable[..., Laws] | None:
+        """None if no method has a law by prefix. In rows of a method that has none, where states_law() says
+        so, the distributions mean nothing."""
+        stated = any(method.lossless for method in self.methods) or self._law_of_drafts is not None
+        return self._laws if stated else None
+
+    @property
+    def _law_of_drafts(self) -> Callable[..., Laws] | None:
+        """draft_laws, if some method's law by prefix is made of them."""
+        return self.draft_laws if any(self._follows_drafts(method) for method in self.methods) else None
+
+    def _follows_drafts(self, method: Method) -> bool:
+        """Whether a method's law is made of the drafter's, too, and is one by prefix if that is."""
+        reads_states = not getattr(network_of(self.verifier), "by_prefix", True) and self.shares
+        return self.by_prefix and not reads_states and method.by_prefix and not method.lossless
+
+    def _laws(self, params: Params, caches: Cache, rows: Rows, tokens: Int[Array, "B N"]) -> Laws:
         cache = top(self.drafter.models, caches) if self.shares else caches[1]
         logits, _ = self.verifier.extend(top(self.models, params), tokens, cache)
-        scores = Scores(
-            q,
-            jax.nn.softmax(logits, axis=-1),
-            q_sampled,
-            token_probs(logits, rows.options),
-            is_greedy(rows),
-        )
+        p, p_sampled = jax.nn.softmax(logits, axis=-1), token_probs(logits, rows.options)
+        draft_laws = self._law_of_drafts
+        # Whatever stands for the drafts' laws, a lossless method's is p.
+        q, q_sampled = (p, p_sampled) if draft_laws is None else draft_laws(params, caches, rows, tokens)
+        scores = Scores(q, p, q_sampled, p_sampled, is_greedy(rows))
         draft = Draft(tokens[:, 1:], q_sampled, jnp.full_like(rows.room, tokens.shape[1] - 1))
         untransformed, _ = self.target(scores._replace(q_sampled=scores.q, p_sampled=scores.p), rows, draft)
         return untransformed, self.target(scores, rows, draft)[0]
@@ -224,13 +247,8 @@ class Speculative:
         law by prefix: that of a drafter that reads its verifier's states, or proposes tokens without a law,
         depends on where the rounds began.
         """
-        below, here = methods[:-1], tuple(methods[-1:]) or self.methods
-        reads_states = self.shares and not getattr(network_of(self.verifier), "by_prefix", True)
-        by_prefix = self.by_prefix and not reads_states
-        return all(
-            method.lossless or (by_prefix and method.by_prefix and states_law(self.drafter, below))
-            for method in here
-        )
+        here = [method for method in tuple(methods[-1:]) or self.methods if not method.lossless]
+        return not here or (all(map(self._follows_drafts, here)) and states_law(self.drafter, methods[:-1]))
 
     def verified(
         self,
