@@ -208,7 +208,12 @@ def check_chips(a: Arguments) -> None:
                 raise FieldError(name, getattr(a, name), "give --tpu, too.", f"{flag_of(name)} needs --tpu")
     else:
         if a.cluster is not None:
-            raise FieldError("cluster", a.cluster, "leave out one of the two.", "--tpu runs no model")
+            raise FieldError(
+                "cluster",
+                a.cluster,
+                "leave out one of the two.",
+                "--tpu runs no model, and --cluster runs all of them on several processes",
+            )
         tpus.checked(a.tpu)
         if a.acceptance_from is None:
             raise FieldError(
