@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from joint_laws import decoded
 from toys import Digits, TableLM, sequence_law, table
 
 from speccascade_jax.commands import main
@@ -34,7 +35,8 @@ from speccascade_jax.core.rules import target_probs
 from speccascade_jax.core.samplers import Autoregressive, Speculative, drafts
 from speccascade_jax.core.samplers.drafts import DraftKind
 from speccascade_jax.core.samplers.named import SINGLE_MODEL
-from speccascade_jax.core.transforms import token_probs
+from speccascade_jax.core.samplers.speculative import can_lag
+from speccascade_jax.core.transforms import SamplingOptions, token_probs
 from speccascade_jax.core.verification import BLOCK, TOKEN
 from speccascade_jax.evaluation.sweep import block_size_of, grid
 from speccascade_jax.inference.scoring import Scorer
@@ -218,6 +220,21 @@ def test_what_it_can_do_is_asked_for_once_by_each_level_above(ask, member):
         stub.times.clear()
         ask(sampler)
         assert 1 <= stub.times[member] <= 1 + levels
+
+
+@pytest.mark.parametrize("hand_over", ["need", "truncate"])
+@pytest.mark.parametrize("method", ["opt", "speculative"])
+def test_two_levels_above_it_leave_it_nothing_to_catch_up_on(method, hand_over):
+    """It says no `behind`: its caches may lack nothing, so no level above spares it a pass."""
+    tables = [table(seed, 4, 3.0) for seed in range(40, 44)]
+    sampler, params = Mean(TableLM(4), TableLM(4)), tuple(tables[:2])
+    for logits, name in zip(tables[2:], (method, "speculative"), strict=True):
+        sampler = Speculative(sampler, TableLM(4), NAMED[name], 2, hand_over=hand_over)
+        params = params, logits
+    assert not can_lag(sampler) and not sampler.spares
+    result, _ = decoded(sampler, params, 4, SamplingOptions(0.0), (0.0, 0.0))
+    alone, _ = decoded(Autoregressive(TableLM(4)), tables[-1], 4, SamplingOptions(0.0), ())
+    np.testing.assert_array_equal(result.tokens, alone.tokens)
 
 
 def test_a_law_that_it_states_is_scored():

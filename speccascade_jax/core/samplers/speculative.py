@@ -50,6 +50,12 @@ Array = jax.Array
 HandOver = Literal["need", "truncate", "keep"]
 
 
+def can_lag(sampler: Sampler) -> bool:
+    """Whether the caches of a sampler, and of all that draft below it, may lack committed tokens."""
+    below: Sampler | None = getattr(sampler, "drafter", None)
+    return ability_of(sampler, "behind") is not None and (below is None or can_lag(below))
+
+
 @dataclasses.dataclass(frozen=True)
 class Speculative:
     """GenSpecSample (Narasimhan et al., Algorithm 4): `drafter` writes, `verifier` scores.
@@ -182,8 +188,7 @@ class Speculative:
         """Whether the bonus pass is spared: a lossless pi needs no q at the bonus position, so in rows of
         such methods the drafter does not read its last token; if that token is accepted, the next draft
         begins by reading it."""
-        can_lack = ability_of(self.drafter, "behind") is not None
-        return any(method.lossless for method in self.methods) and can_lack
+        return any(method.lossless for method in self.methods) and can_lag(self.drafter)
 
     @property
     def reader(self) -> Sampler:
@@ -191,7 +196,7 @@ class Speculative:
         and with "need" up to as many tokens that were needed one by one, and so written without a draft."""
         drafter = self.drafter
         needs = self.hand_over == "need"
-        deep = drafter.level > 0 and ability_of(drafter, "behind") is not None
+        deep = drafter.level > 0 and can_lag(drafter)
         lacks = self.behind  # the verifier's cache, which is that of a drafter that writes at once
         if not self._at_once:
             lacks = self.behind * (1 + (needs and self.spares)) + (self.spares or (needs and deep))
