@@ -138,7 +138,7 @@ def test_rows_can_be_replaced(tiny, begun, continued, rows, fresh_rows, widths):
     model, params = tiny
     old, new = (tuple(n % 3 for n in numbers) for numbers in (range(rows), range(1, 1 + fresh_rows)))
     slots = np.arange(fresh_rows) + rows - 1  # the first of them is in the batch, others are left out
-    caches = (begun(*asked) for asked in zip((old, new), widths, strict=True))
+    caches = (begun(which, width) for which, width in zip((old, new), widths, strict=True))
     kept = insert(model, *caches, jnp.array(slots), widths[1] > widths[0])
     expected = {n: (which, widths[0]) for n, which in enumerate(old)}
     expected |= {int(slot): (which, widths[1]) for slot, which in zip(slots, new, strict=True) if slot < rows}

@@ -115,11 +115,11 @@ def checked(sampler, result):
 
 def decoded(sampler, params, rows, options, alphas, seed=0, **per_row):
     """generate() of both prompts in turn: its result, and the prompt number of each row."""
-    which, *asked = prompts(rows, seed)
+    which, *inputs = prompts(rows, seed)
     result = generate(
         sampler,
         params,
-        *asked,
+        *inputs,
         options,
         jnp.array(alphas),
         max_new_tokens=STEPS,
@@ -140,8 +140,8 @@ class Batch:
         self.state = prefilled(sampler, params, self._requests(SamplingOptions(), np.zeros(sampler.level)))
 
     def _requests(self, options, alphas, methods=None):
-        asked = *self.prompts, options, alphas, methods
-        return requests(self.sampler, *asked, None, STEPS, self.verifications)
+        values = *self.prompts, options, alphas, methods
+        return requests(self.sampler, *values, None, STEPS, self.verifications)
 
     def decoded(self, options, alphas, methods=None, params=None):
         """methods: each verifier's, by number. params: others than those that the prompts were read with."""
@@ -158,8 +158,8 @@ def prefilled(sampler, params, batch):
 @partial(jax.jit, static_argnums=0)
 def written(sampler, params, state, batch):
     """What follows the prompts of `state` as the requests of `batch` have it."""
-    asked = {name: getattr(batch, name) for name in ("options", "alphas", "methods")}
-    state = state._replace(rows=state.rows._replace(**asked))
+    values = {name: getattr(batch, name) for name in ("options", "alphas", "methods")}
+    state = state._replace(rows=state.rows._replace(**values))
     return finish(run(sampler, params, state, len(batch.limit), eos_id=EOS), STEPS)
 
 
@@ -226,12 +226,12 @@ def p_values(methods, block_sizes, settings, *, rows, tables=TABLES, **form):
     rules = [tuple(METHODS[name] for name in names) for names in methods]
     sampler = hierarchy([TableLM(VOCAB)] * len(tables), rules, block_sizes, **form)
     batch, values = Batch(sampler, nested(tables), rows), {}
-    for own, options in settings:
-        alphas, options = [lenience(name) for name in own], {"temperature": 1.0, **options}
-        numbers = [names.index(name) for names, name in zip(methods, own, strict=True)]
+    for chosen, options in settings:
+        alphas, options = [lenience(name) for name in chosen], {"temperature": 1.0, **options}
+        numbers = [names.index(name) for names, name in zip(methods, chosen, strict=True)]
         result, which = batch.decoded(SamplingOptions(**options), alphas, numbers)
-        expected = laws(own, alphas, block_sizes, tables, **options)
-        values[own, *options.items()] = smaller(result.tokens, which, expected)
+        expected = laws(chosen, alphas, block_sizes, tables, **options)
+        values[chosen, *options.items()] = smaller(result.tokens, which, expected)
     return values
 
 

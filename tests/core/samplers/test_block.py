@@ -73,10 +73,10 @@ def test_drafts_follow_their_law_by_prefix_and_place(transform, rows):
     options = {"temperature": 1.0, **TRANSFORMS[transform]}
     batch, turned = Batch(cascade(*FAMILIES), PARAMS, rows), (PARAMS[0][:, :, GAMMA::-1], PARAMS[1])
     for number, (family, alpha) in enumerate(FAMILIES.items()):
-        expected, asked = laws(family, **options), (SamplingOptions(**options), [alpha], [number])
-        result, which = batch.decoded(*asked)
+        expected, setting = laws(family, **options), (SamplingOptions(**options), [alpha], [number])
+        result, which = batch.decoded(*setting)
         assert p_value((result.tokens, which), expected) > FAIL_BELOW
-        other, _ = batch.decoded(*asked, turned)
+        other, _ = batch.decoded(*setting, turned)
         same = METHODS[family].lossless or max(map(len, expected)) == 1
         assert (p_value((other.tokens, which), expected) > FAIL_BELOW) == same
         drafted, rounds = (np.asarray(x) for x in (result.counts[1].drafted, result.counts[1].rounds))
