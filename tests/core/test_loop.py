@@ -17,16 +17,13 @@ from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 
 # Unlike rows: all that a row may choose for itself
 ASKED = [
-    {"method": "speculative", "temperature": 1.0},
     {"method": "opt", "alpha": 0.05, "temperature": 0.7},
     {"method": "token_v3", "alpha": 0.4, "temperature": 1.3, "top_k": 3},
     {"method": "chow", "alpha": 0.5, "temperature": 2.0, "top_p": 0.8},
     {"method": "lossy", "alpha": 0.3, "temperature": 2.0, "min_p": 0.15},
     {"method": "token_v1", "alpha": 0.3, "temperature": 3.0, "top_k": 3, "top_p": 0.9, "min_p": 0.1},
     {"method": "speculative", "temperature": 1.0, "limit": 2},
-    {"method": "lossy_tuned", "alpha": 0.3, "temperature": 0.7},
     {"method": "opt", "alpha": 0.3, "temperature": 0.0},
-    {"method": "bild_star", "alpha": 1.5, "temperature": 1.5, "top_p": 0.9},
 ]
 
 

@@ -1,6 +1,7 @@
 """The laws of a LanguageModel, for every kind of model: append, chunk, rollback, rows and vocabulary."""
 
 import dataclasses
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,28 @@ def test_padding_does_not_matter(tiny):
     np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def begun(tiny):
+    """The cache of rows with these sources, cut to a width, after three tokens."""
+    model, params = tiny
+
+    @cache
+    def of_rows(which, width):
+        which = np.array(which)
+        source, length = SOURCE[which, :width], np.minimum(LENGTH[which], width)
+        _, start = jax.jit(model.prefill, static_argnums=3)(params, source, length, width + 34)
+        return in_blocks(model, params, TARGET[which], [3], start)[1]
+
+    return of_rows
+
+
+@pytest.fixture(scope="module")
+def continued(tiny, begun):
+    """Of each source, cut to a width, the logits of the six tokens after those three."""
+    sources = tuple(range(len(SOURCE)))
+    return cache(lambda width: in_blocks(*tiny, TARGET[:, 3:], [2, 4], begun(sources, width))[0])
+
+
 @pytest.mark.full(quick=["gemma-widths2-1-1"])
 @pytest.mark.parametrize(
     "widths,rows,fresh_rows",
@@ -110,27 +133,19 @@ def test_padding_does_not_matter(tiny):
         for rows, fresh in [((1, 1), (3, 4)), ((1, 2), (3, 1)), ((1, 1), (3, 3))][n]
     ],
 )
-def test_rows_can_be_replaced(tiny, rows, fresh_rows, widths):
+def test_rows_can_be_replaced(tiny, begun, continued, rows, fresh_rows, widths):
     """Any number of rows into any batch, from inputs of another width: each goes on as it would have."""
     model, params = tiny
-    old_width, new_width = widths
-
-    def begun(which, width):
-        source, length = SOURCE[which % 3, :width], np.minimum(LENGTH[which % 3], width)
-        _, cache = model.prefill(params, source, length, width + 34)
-        return in_blocks(model, params, TARGET[which % 3], [3], cache)[1]
-
-    old, new = np.arange(rows), np.arange(1, 1 + fresh_rows)
+    old, new = (tuple(n % 3 for n in numbers) for numbers in (range(rows), range(1, 1 + fresh_rows)))
     slots = np.arange(fresh_rows) + rows - 1  # the first of them is in the batch, others are left out
-    like_fresh = new_width > old_width
-    kept = insert(model, begun(old, old_width), begun(new, new_width), jnp.array(slots), like_fresh)
-    expected = {n: (n, old_width) for n in range(rows)}
-    expected |= {int(slot): (which, new_width) for slot, which in zip(slots, new, strict=True) if slot < rows}
-    tokens = np.stack([TARGET[which % 3, 3:9] for which, _ in expected.values()])
-    found, _ = in_blocks(model, params, tokens, [2, 4], kept)
+    caches = (begun(which, width) for which, width in zip((old, new), widths, strict=True))
+    kept = insert(model, *caches, jnp.array(slots), widths[1] > widths[0])
+    expected = {n: (which, widths[0]) for n, which in enumerate(old)}
+    expected |= {int(slot): (which, widths[1]) for slot, which in zip(slots, new, strict=True) if slot < rows}
+    tokens = np.stack([TARGET[which, 3:9] for which, _ in expected.values()])
+    logits, _ = in_blocks(model, params, tokens, [2, 4], kept)
     for row, (which, width) in expected.items():
-        alone, _ = in_blocks(model, params, tokens[row : row + 1], [2, 4], begun(np.array([which]), width))
-        np.testing.assert_allclose(found[row], alone[0], atol=1e-5)
+        np.testing.assert_allclose(logits[row], continued(width)[which], atol=1e-5)
 
 
 def check_segments(model, params, atol=1e-5):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toys import CUTS, TableLM, block_law, chi_square, knows, sequence_law, table
 
-from speccascade_jax.core.loop import generate
+from speccascade_jax.core.loop import begin, finish, generate, requests, run
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.protocols import NO_TOKEN, Markers
 from speccascade_jax.core.rules import METHODS, Scores
@@ -94,30 +94,81 @@ def lenience(name: str) -> float:
     return max(map(float, values), key=decides)
 
 
-def decoded(sampler, params, rows, options, alphas, seed=0, **per_row):
-    """generate() of both prompts in turn: its result, and the prompt number of each row."""
+def prompts(rows, seed):
+    """Both prompts in turn: the prompt number of each row, and keys, inputs and lengths."""
     which = np.arange(rows) % len(PROMPTS)
     inputs = np.zeros((rows, max(map(len, PROMPTS))), np.int32)
     for n, prompt in enumerate(PROMPTS):
         inputs[which == n, : len(prompt)] = prompt
     lengths = np.array([len(p) for p in PROMPTS], np.int32)[which]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    return which, keys, inputs, lengths
+
+
+def checked(sampler, result):
+    """`result`, whose counts must agree with one another and with its texts."""
+    if sampler.level:
+        check_identities(result.counts[1])
+        assert (np.asarray(result.counts[1].emitted) == result.length).all()
+    return result
+
+
+def decoded(sampler, params, rows, options, alphas, seed=0, **per_row):
+    """generate() of both prompts in turn: its result, and the prompt number of each row."""
+    which, *inputs = prompts(rows, seed)
     result = generate(
         sampler,
         params,
-        keys,
-        inputs,
-        lengths,
+        *inputs,
         options,
         jnp.array(alphas),
         max_new_tokens=STEPS,
         eos_id=EOS,
         **per_row,
     )
-    if sampler.level:
-        check_identities(result.counts[1])
-        assert (np.asarray(result.counts[1].emitted) == result.length).all()
-    return result, which
+    return checked(sampler, result), which
+
+
+class Batch:
+    """decoded() for one setting after another. Random numbers take most of its time, and are made once: all
+    settings have the same."""
+
+    def __init__(self, sampler, params, rows, seed=0, verifications=None):
+        self.sampler, self.params, self.rows = sampler, params, rows
+        self.which, *self.prompts = prompts(rows, seed)
+        self.verifications = verifications
+        self.state = prefilled(sampler, params, self._requests(SamplingOptions(), np.zeros(sampler.level)))
+
+    def _requests(self, options, alphas, methods=None):
+        values = *self.prompts, options, alphas, methods
+        return requests(self.sampler, *values, None, STEPS, self.verifications)
+
+    def decoded(self, options, alphas, methods=None, params=None):
+        """methods: each verifier's, by number. params: others than those that the prompts were read with."""
+        params = self.params if params is None else params
+        result = written(self.sampler, params, self.state, self._requests(options, alphas, methods))
+        return checked(self.sampler, result), self.which
+
+
+@partial(jax.jit, static_argnums=0)
+def prefilled(sampler, params, batch):
+    return begin(sampler, params, batch, max_new_tokens=STEPS, eos_id=EOS)
+
+
+@partial(jax.jit, static_argnums=0)
+def written(sampler, params, state, batch):
+    """What follows the prompts of `state` as the requests of `batch` have it."""
+    values = {name: getattr(batch, name) for name in ("options", "alphas", "methods")}
+    state = state._replace(rows=state.rows._replace(**values))
+    return finish(run(sampler, params, state, len(batch.limit), eos_id=EOS), STEPS)
+
+
+def nested(tables):
+    """Parameters of a hierarchy's models, from the smallest up."""
+    params = tables[0]
+    for larger in tables[1:]:
+        params = (params, larger)
+    return params
 
 
 def texts(
@@ -134,12 +185,9 @@ def texts(
     **options,
 ):
     """Tokens [rows, STEPS] of the compiled loop, and the prompt number of each row."""
-    models = [TableLM(VOCAB)] * (len(methods) + 1)
     rules = [METHODS[m] for m in methods]
-    sampler = hierarchy(models, rules, block_sizes, hand_over, verification)
-    params = tables[0]
-    for larger in tables[1 : len(models)]:
-        params = (params, larger)
+    sampler = hierarchy([TableLM(VOCAB)] * (len(rules) + 1), rules, block_sizes, hand_over, verification)
+    params = nested(tables[: len(rules) + 1])
     options = SamplingOptions(**{"temperature": 1.0, **options})
     result, which = decoded(sampler, params, rows, options, alphas, seed, verifications=ways)
     return np.asarray(result.tokens), which
@@ -150,22 +198,46 @@ def p_value(methods, alphas, block_sizes, *, rows, tables=TABLES, **options):
     tokens, which = texts(methods, alphas, block_sizes, rows=rows, tables=tables, **options)
     for name in ("seed", "hand_over", "verification", "ways"):
         options.pop(name, None)
-    names = [oracle(method) for method in methods]
-    laws = [
-        sequence_law(tables[: len(methods) + 1], names, alphas, prompt, steps=STEPS, eos=EOS, **options)
-        for prompt in PROMPTS
-    ]
-    return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
+    return smaller(tokens, which, laws(methods, alphas, block_sizes, tables, **options))
 
 
-def block_p_value(method, alpha, block_size, *, rows, **options):
-    """p_value() of a method that reads its place in the round."""
-    tokens, which = texts([method], [alpha], [block_size], rows=rows, **options)
-    at = [
-        partial(exact(METHODS[method], place, block_size + 1), alpha=alpha) for place in range(block_size + 1)
-    ]
-    laws = [block_law(TABLES[:2], at, prompt, steps=STEPS, eos=EOS, **options) for prompt in PROMPTS]
-    return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
+def smaller(tokens, which, expected):
+    """The smaller p-value of the two prompts, times two."""
+    return 2 * min(chi_square(np.asarray(tokens)[which == n], law) for n, law in enumerate(expected))
+
+
+def laws(methods, alphas, block_sizes, tables=TABLES, **options):
+    """By enumeration, of both prompts. A method that reads its place in the round stands alone."""
+    tables = tables[: len(methods) + 1]
+    if METHODS[methods[0]].by_prefix:
+        names = [oracle(method) for method in methods]
+        law = partial(sequence_law, tables, names, alphas)
+    else:
+        places = block_sizes[0] + 1
+        rules = [exact(METHODS[methods[0]], place, places) for place in range(places)]
+        law = partial(block_law, tables, [partial(rule, alpha=alphas[0]) for rule in rules])
+    return [law(prompt, steps=STEPS, eos=EOS, **options) for prompt in PROMPTS]
+
+
+def p_values(methods, block_sizes, settings, *, rows, tables=TABLES, **form):
+    """p_value() of each setting: methods, one for each verifier, at their lenience(), and options. `methods`
+    are those that each verifier has, in one program for options of a kind. form: as hierarchy() takes it."""
+    tables = tables[: len(methods) + 1]
+    rules = [tuple(METHODS[name] for name in names) for names in methods]
+    sampler = hierarchy([TableLM(VOCAB)] * len(tables), rules, block_sizes, **form)
+    batch, values = Batch(sampler, nested(tables), rows), {}
+    for chosen, options in settings:
+        alphas, options = [lenience(name) for name in chosen], {"temperature": 1.0, **options}
+        numbers = [names.index(name) for names, name in zip(methods, chosen, strict=True)]
+        result, which = batch.decoded(SamplingOptions(**options), alphas, numbers)
+        expected = laws(chosen, alphas, block_sizes, tables, **options)
+        values[chosen, *options.items()] = smaller(result.tokens, which, expected)
+    return values
+
+
+def unlikely(values):
+    """Those of p_values() that no right sampler gives."""
+    return {setting: value for setting, value in values.items() if not value > FAIL_BELOW}
 
 
 def after(markers, base):

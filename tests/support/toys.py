@@ -464,8 +464,13 @@ def chi_square(texts: np.ndarray, law: dict[tuple[int, ...], float]) -> float:
 
     Cells expecting fewer than 10 are pooled.
     """
-    rows, counts = np.unique(texts, axis=0, return_counts=True)
-    seen = {tuple(int(t) for t in row if t >= 0): int(n) for row, n in zip(rows, counts, strict=True)}
+    base, steps = int(texts.max(initial=0)) + 2, texts.shape[1]
+    assert base**steps < 2**63
+    numbers = (texts.astype(np.int64) + 1) @ base ** np.arange(steps)  # a tenth of the time of rows' own
+    _, places, counts = np.unique(numbers, return_index=True, return_counts=True)
+    seen = {
+        tuple(int(t) for t in row if t >= 0): int(n) for row, n in zip(texts[places], counts, strict=True)
+    }
     if any(law.get(text, 0.0) < 1e-9 for text in seen):
         return 0.0
     expected = {text: mass * len(texts) for text, mass in law.items()}

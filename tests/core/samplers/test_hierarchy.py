@@ -10,7 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hierarchy_reference import MODULUS, AsABlock, Hierarchy, Stopping, Uniforms, UniformsOfRounds, deviation
-from joint_laws import EOS, FAIL_BELOW, PROMPTS, TABLES, VOCAB, lenience, p_value, quick, with_rules
+from joint_laws import (
+    EOS,
+    FAIL_BELOW,
+    PROMPTS,
+    TABLES,
+    VOCAB,
+    lenience,
+    nested,
+    p_value,
+    p_values,
+    quick,
+    unlikely,
+    with_rules,
+)
 from toys import TableCache, TableLM, sequence_law, table
 
 from speccascade_jax.core.counters import Counters
@@ -114,13 +127,6 @@ def whole_table(seed):
     """Logits [MODULUS, VOCAB] near those of seed 0, so that drafts are accepted about as often as not."""
     shared, own = (np.random.default_rng(n).normal(size=(MODULUS, VOCAB)) for n in (0, seed))
     return (1.2 * shared + 0.6 * own).astype(np.float32)
-
-
-def nested(tables):
-    params = tables[0]
-    for larger in tables[1:]:
-        params = (params, larger)
-    return params
 
 
 def prompts(rows):
@@ -308,38 +314,26 @@ def test_a_spared_pass_changes_nothing(methods, sizes, hand_over):
 
 # Laws of the compiled sampler
 
-LAWS = [
-    ((SURE,), (2,)),
-    (("opt",), (1,)),
-    ((SURE, SURE), (1, 1)),
-    ((SURE, "opt"), (2, 2)),
-    (("token_v3", SURE), (1, 3)),
-    ((SURE, SURE, SURE), (1, 2, 3)),
-    (("opt", SURE, SURE), (2, 2, 2)),
-    ((SURE, "token_v3", SURE), (1, 2, 2)),
-    ((SURE, "chow", "opt"), (1, 1, 2)),
+LAWS = [  # how drafts are handed over, block sizes, hierarchies
+    ("need", (2, 2), [(SURE, "opt")]),
+    ("truncate", (1, 3), [("token_v3", SURE), (SURE, "opt")]),
+    ("keep", (1, 1), [(SURE, SURE)]),
+    ("need", (2, 2, 2), [("opt", SURE, SURE)]),
+    ("truncate", (1, 2, 2), [(SURE, "token_v3", SURE)]),
+    ("keep", (1, 2, 3), [(SURE, SURE, SURE), (SURE, "chow", "opt")]),
 ]
 
 
-@pytest.mark.parametrize(
-    "methods,sizes,hand_over",
-    quick(
-        *with_rules(LAWS),
-        *(((SURE, "opt"), (2, 2), h) for h in ("need", "truncate")),
-        among=[((SURE, "token_v3", SURE), (1, 2, 2), "need")],
-    ),
-)
-def test_hierarchies_follow_their_law(methods, sizes, hand_over, rows, full):
+@pytest.mark.parametrize("hand_over,sizes,hierarchies", quick(*LAWS, among=[LAWS[1]]))
+def test_hierarchies_follow_their_law(hand_over, sizes, hierarchies, rows, full):
     """Settings of one program: temperatures and top_p are traced. Lossless greedy texts: below."""
-    alphas = [lenience(name) for name in methods]
-    greedy = full and set(methods) != {SURE}
-    for temperature, top_p in ((0.7, 0.8), (1.0, 1.0), (0.0, 1.0))[: 3 if greedy else 2]:
-        assert (
-            p_value(
-                methods, alphas, sizes, rows=rows, hand_over=hand_over, temperature=temperature, top_p=top_p
-            )
-            > FAIL_BELOW
-        )
+    shapings = [{"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_p": 1.0}]
+    settings = [(methods, options) for methods in hierarchies for options in shapings]
+    if full:
+        greedy = {"temperature": 0.0, "top_p": 1.0}
+        settings += [(methods, greedy) for methods in hierarchies if set(methods) != {SURE}]
+    methods = [tuple(dict.fromkeys(names)) for names in zip(*hierarchies, strict=True)]
+    assert not unlikely(p_values(methods, sizes, settings, rows=rows, hand_over=hand_over))
 
 
 def lower_law(self, draft, pi, verdict):
