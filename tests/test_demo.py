@@ -58,7 +58,7 @@ def tokens(demo, sentences):
     return decode
 
 
-@pytest.mark.full(quick=["5-16"])
+@pytest.mark.full
 @pytest.mark.parametrize("block_size,batch_size", [(1, 16), (3, 1), (5, 16), (7, 1)])
 def test_greedy_speculative_is_the_verifier(tokens, block_size, batch_size):
     assert tokens("speculative", block_size=block_size, batch_size=batch_size) == tokens(
@@ -123,6 +123,7 @@ def test_the_small_pairs_write_about_the_facts(name):
         assert facts.split("[")[1].split("]")[0] in out.text
 
 
+@pytest.mark.full
 def test_the_word_problems_pair_writes_solutions():
     """In their form, and losslessly."""
     run, cascade = configs.load("word_problems"), sc.load("word_problems")

@@ -119,6 +119,7 @@ def written(t5_pair, foreign, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full(quick=["sampler", "vocabulary"])
 @pytest.mark.parametrize("entry", EXTENDED)
 def test_an_entry_in_one_file_decodes(written, entry):
     assert all(tokens for tokens, _ in written[entry])
@@ -128,6 +129,7 @@ def test_the_knob_of_a_rule_is_read(written):
     assert written["rule"] != written["impatient"]
 
 
+@pytest.mark.full
 def test_a_way_to_join_vocabularies_is_an_object(foreign, t5_pair):
     """The package is not changed."""
     whole = Strategy("whole", "as tli, by a head that keeps all of its columns")

@@ -42,6 +42,7 @@ def drawn(number, kinds):
     return [f"--{name}={value}" for name, value in values.items()]
 
 
+@pytest.mark.full
 def test_every_size_is_decoded_with_or_refused(run, t5_pair, full):
     """The quick suite leaves out what is large and right: its programs take long to compile."""
     pair = [f"--{role}={t5_pair / role}" for role in ("drafter", "verifier")]

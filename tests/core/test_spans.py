@@ -99,6 +99,7 @@ HIERARCHIES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("methods,blocks,hand_over", HIERARCHIES)
 def test_joint_law_of_three_models(methods, blocks, hand_over):
     """Every level has a lenience before and after: the drafter's drafts are of the law after the marker that
@@ -150,6 +151,7 @@ def test_joint_law_of_unlike_rows():
         assert n % 4 or chances[1] < FAIL_BELOW
 
 
+@pytest.mark.full
 def test_joint_law_of_adaptive_blocks():
     strict, lenient = LEVELS["opt"]
     model = TableLM(VOCAB)
@@ -234,6 +236,7 @@ def of_committed_tokens_only(monkeypatch):
     )
 
 
+@pytest.mark.full(quick=["one_late"])
 @pytest.mark.parametrize("plant", [one_late, of_rejected_drafts, of_the_prompt, of_committed_tokens_only])
 def test_law_test_fails_on(plant, monkeypatch):
     plant(monkeypatch)

@@ -235,6 +235,7 @@ def test_a_grid_over_leniences_after_a_marker_and_verifications():
     assert [p.alpha_after for p in fixed if p.name == "opt"] == [base.alpha_after]
 
 
+@pytest.mark.full
 def test_both_axes_are_measured(tmp_path):
     """In one program where only leniences differ, in two for two ways to verify; read again as written."""
     base = dataclasses.replace(BASE, alpha_after={"0": 0.3})

@@ -19,7 +19,7 @@ def cascade(models):
     return Cascade((TableLM(4),) * models, tables, Digits(), max_source_length=16, max_new_tokens=8)
 
 
-@pytest.mark.full(quick=["2-token_v3-3-token", "2-token_v3-3-block"])
+@pytest.mark.full(quick=["2-token_v3-3-block"])
 @pytest.mark.parametrize("way", VERIFICATIONS)
 @pytest.mark.parametrize(
     "models,method,sizes", [(2, "speculative", 3), (2, "token_v3", 3), (3, "opt", (2, 3))]

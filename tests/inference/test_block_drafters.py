@@ -48,6 +48,7 @@ def tokens(cascade, **options):
     return [output.tokens for output in cascade.generate(SENTENCES, **options)]
 
 
+@pytest.mark.full
 def test_greedy_texts_are_the_verifiers(cascade, params, spiece, full):
     """In fixed and adaptive blocks, in batches, and with a third model above."""
     alone = tokens(cascade, method="verifier")
@@ -64,6 +65,7 @@ def test_greedy_texts_are_the_verifiers(cascade, params, spiece, full):
             assert tokens(three, block_size=(3, 4), batch_size=3, hand_over=hand_over) == alone
 
 
+@pytest.mark.full
 def test_a_text_does_not_depend_on_its_batch(cascade):
     """Nor on the rules and truncations of other rows."""
     settings = [

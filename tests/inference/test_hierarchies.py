@@ -194,6 +194,7 @@ class Alone:
         return self.own.roll_back(*arguments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "hand_over,temperature",
     [

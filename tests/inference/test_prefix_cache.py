@@ -65,6 +65,7 @@ def outputs(cascade, texts, batch_size, **options):
     )
 
 
+@pytest.mark.full(quick=["3"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_outputs_are_those_without_the_cache(batch_size, make, small_chunks, called):
     plain = outputs(make(0), TEXTS, batch_size)

@@ -118,6 +118,7 @@ def test_a_verification_that_it_lacks_is_refused(cascade, ways):
         assert refused.value.remedy == (f"known: {TOKEN.name}." if ways else "leave it out.")
 
 
+@pytest.mark.full
 def test_its_ways_to_verify_can_be_chosen(cascade):
     options = {"temperature": 1.0, "alpha": 0.3}
     both = own(cascade, TOKEN, BLOCK)
@@ -323,6 +324,7 @@ def holding(t5_pair):
     )
 
 
+@pytest.mark.full
 def test_a_config_holds_a_rule(holding, cascade):
     """It decodes as the rule itself does, has a name, and is known by it in what is recorded."""
     holding.check()

@@ -134,6 +134,7 @@ def served():
         yield model, url
 
 
+@pytest.mark.full
 def test_served_texts_are_those_of_generate(served):
     model, url = served
     for spans in ({"10": 5.0}, {"0": [5.0], "2": 0.0}, None):

@@ -68,6 +68,7 @@ def test_rows_alone_in_a_batch_and_in_another_slot(cascade, method):
     assert together[3:] == tokens(SENTENCES[3:], 6, first_index=3)
 
 
+@pytest.mark.full
 def test_adaptive_blocks_that_never_stop_are_fixed_ones(cascade):
     """The same program, then: a pair whose models are so small that deciding costs more than drafts do."""
     fixed = Settings(block_size=4, temperature=0.8)

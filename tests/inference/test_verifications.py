@@ -24,7 +24,8 @@ def cascade(models=2):
 
 
 @pytest.mark.parametrize(
-    "models,sizes", [(2, 3), pytest.param(3, (1, 3), marks=pytest.mark.full), (2, "adaptive")]
+    "models,sizes",
+    [(2, 3), *(pytest.param(*more, marks=pytest.mark.full) for more in ((3, (1, 3)), (2, "adaptive")))],
 )
 def test_rows_of_a_batch_are_verified_in_their_own_ways(models, sizes):
     """Also in rows that have been another text's: there are more texts than rows."""

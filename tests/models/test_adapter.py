@@ -65,6 +65,7 @@ def decoded(sampler, params, levels):
     return inputs, result
 
 
+@pytest.mark.full(quick=["linen"])
 @pytest.mark.parametrize("kind", ["nnx", "linen", "function"])
 def test_a_cascade_of_adapted_models_writes_what_the_model_itself_writes(kind):
     (small, drafter_params, _), (large, params, called) = made(kind, 1), made(kind, 2)

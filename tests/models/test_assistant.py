@@ -224,6 +224,7 @@ def test_a_prompt_of_one_token_hides_what_is_in_the_buffers():
 # ---- folders --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_pair_is_decoded_from_two_folders(gemma_vocabulary, tmp_path, capsys):
     """From the command line; an assistant needs no tokenizer."""
     verifier = dataclasses.replace(TINY_GEMMA4, vocab_size=352)

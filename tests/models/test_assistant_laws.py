@@ -199,7 +199,7 @@ def lossless_p_value(folders, way, rows, kind=None):
     return p_value(sampler, params, rows, [0.0] * sampler.level, law_of)
 
 
-@pytest.mark.full(quick=["token by token"])
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_follows_the_verifiers_law(way, folders, rows):
     assert lossless_p_value(folders, way, rows) > FAIL_BELOW

@@ -84,6 +84,7 @@ def drafted(network, params, text, sizes, count):
     return np.asarray(drafter.extend(params, masked(text, BEGINS, count), cache)[0])
 
 
+@pytest.mark.full(quick=["4"])
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_drafts_are_those_of_the_committed_text(network, count):
     """However it was cut, and whatever was read and rolled back after it."""
@@ -119,6 +120,7 @@ def test_verifier_and_drafter_take_turns(network):
     assert len(set(begin)) == 3
 
 
+@pytest.mark.full
 def test_rows_are_independent_and_can_be_replaced(network):
     model, params = network
     text, order = text_of(model, 3), np.array([2, 1, 2])

@@ -75,6 +75,7 @@ def drafts(pair):
         yield np.asarray(found[0]), wanted
 
 
+@pytest.mark.full
 def test_drafts_are_those_of_the_reference(pair):
     """Also where the prompt is one token, so that there is nothing to read."""
     model, _ = pair
@@ -114,6 +115,7 @@ def test_faults_would_be_seen(pair, place, name, wrong, monkeypatch):
     assert max(np.abs(found[: len(wanted)] - wanted).max() for found, wanted in drafts(pair)) > 0.01
 
 
+@pytest.mark.full
 def test_drafts_are_those_of_the_committed_text(pair):
     """Rows of unlike lengths, prompts in chunks, and tokens that were read and rolled back."""
     model, params = pair

@@ -280,7 +280,7 @@ def law_of_texts(model, params, prompt, rule, alpha):
     return law
 
 
-@pytest.mark.full(quick=["opt-0.2"])
+@pytest.mark.full
 @pytest.mark.parametrize("method,alpha", [("speculative", 0.0), ("opt", 0.2)])
 def test_the_law_of_texts(method, alpha, law_pair, rows):
     """Chi-square against enumeration over (prefix, place): the verifier's law without a rule, another one
@@ -402,6 +402,7 @@ def test_a_pair_is_served(folders):
 # ---- folders --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_pair_is_decoded_from_two_folders(folders, capsys):
     """From the command line; a head needs no tokenizer."""
     flags = [f"--drafter={folders / 'head'}", f"--verifier={folders / 'verifier'}", "--text=ein zug"]

@@ -45,7 +45,7 @@ def up_to(number):
     return range(number + 1)
 
 
-@pytest.mark.full(quick=["t5"])
+@pytest.mark.full
 def test_every_member_obeys_the_laws(network):
     check_members(*network, up_to)
 

@@ -212,6 +212,7 @@ def test_what_transformers_writes_of_a_config_is_read():
         assert read_config("it", json.loads(json.dumps(written))) == config
 
 
+@pytest.mark.full(quick=["270m-368"])
 @pytest.mark.parametrize("size,millions", [("270m", 368), ("1b", 1698), ("4b", 7089)])
 def test_presets_have_the_published_sizes(size, millions):
     """Without the tower that sees."""

@@ -40,7 +40,7 @@ def cascade(request, spiece, gemma_vocabulary):
     return Cascade(network.members, (params,) * 2, tokenizer, max_source_length=16, max_new_tokens=16)
 
 
-@pytest.mark.full(quick=["block drafter"])
+@pytest.mark.full
 def test_expected_calls_are_those_of_the_rounds(cascade):
     """Given the texts, with laws by (prefix, place in the draft, length of the draft). The first place's law
     at all places expects others, text by text: errors are weighted by how far the two are apart."""

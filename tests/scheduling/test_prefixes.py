@@ -185,6 +185,7 @@ def foreign():
     return Case(sampler, params, asked, eos_id=TARGET.index("end"), vocab_size=len(TARGET))
 
 
+@pytest.mark.full
 def test_each_vocabulary_has_its_own_beginnings(foreign):
     """What two texts have in common ends within a token of one of the vocabularies or of both."""
     kept = PrefixCache(10**6)

@@ -97,6 +97,7 @@ def test_a_cancelled_request_changes_nothing_for_others(programs, requests, batc
     }
 
 
+@pytest.mark.full(quick=["t5-1"])
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, batch_size, monkeypatch):
     """Tokens up to the stop sequence; counts up to the round that wrote it, wherever anybody looked."""

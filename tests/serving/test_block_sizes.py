@@ -15,6 +15,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.settings import Settings
 
 
+@pytest.mark.full
 def test_a_request_with_a_seed_keeps_its_block_size_and_reports_it():
     model = toy_model(("speculative",), rows=2, by_load=True)
     [lane] = model.lanes.values()

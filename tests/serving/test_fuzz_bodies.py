@@ -70,6 +70,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_every_body_is_answered(path, toy, full):
     right = []

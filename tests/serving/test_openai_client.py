@@ -79,6 +79,7 @@ def expected(cascade, questions):
     return found
 
 
+@pytest.mark.full
 def test_under_load_every_answer_is_the_same_as_alone(client, cascade, methods, full):
     """32 clients, of mixed methods, leniences, temperatures, lengths and stops; half of them stream."""
     questions = [asked(number, methods) for number in range(1000 if full else 64)]

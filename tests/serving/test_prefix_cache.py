@@ -68,6 +68,7 @@ def plain(serve):
         return found
 
 
+@pytest.mark.full
 def test_answers_equal_those_of_a_server_without_a_cache(plain, serve):
     """The batch of the verifier alone finds what the cascade's has read."""
     with serve(10**6) as (url, engine):

@@ -101,7 +101,7 @@ def overlap_with_pi(p, q, method, alpha):
     return np.minimum(pi, q).sum(-1)
 
 
-@pytest.mark.full(quick=["lora", "exits"])
+@pytest.mark.full(quick=["exits"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_drafter_learns_a_rules_pi(kind):
     """The first loss is -log of what the rule accepts, computed outside; later ones are smaller."""
@@ -175,7 +175,7 @@ def base(number_words, tmp_path_factory):
     return config, train(config)
 
 
-@pytest.mark.full(quick=["0"])
+@pytest.mark.full
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_run_is_evaluated_by_its_training_loss(base, tmp_path, lora_rank):
     """A student that is its teacher has nothing to learn from it; from the data it has."""

@@ -67,6 +67,7 @@ def batch_of(model, params, seed, rows=16):
     return Batch(source, length, np.asarray(found.tokens), np.full(rows, 12, np.int32))
 
 
+@pytest.mark.full
 def test_forced_logits_equal_drafted_ones(network):
     """Logits of the n-th token of a draft, wherever it began; none for tokens that it cannot draft."""
     model, params = network

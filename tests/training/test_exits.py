@@ -287,6 +287,7 @@ def test_a_run_fits_members_to_a_checkpoint(name, toy, tmp_path):
     assert losses[1] < losses[0]
 
 
+@pytest.mark.full
 def test_a_drafter_starts_from_another_models_decoder(toy, tmp_path):
     """What is of the same name: all but the projections, which the other has not."""
     base, full = toy

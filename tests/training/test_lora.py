@@ -58,7 +58,7 @@ def flat(params):
     return {path: np.asarray(value) for path, value in nnx.to_flat_state(jax.tree.map(lambda x: x, params))}
 
 
-@pytest.mark.full(quick=["qwen3"])
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_laws_of_adapters(family):
     """Fresh ones leave the logits as they are, but for what another program rounds differently; others do

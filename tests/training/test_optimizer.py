@@ -78,6 +78,7 @@ def test_orthogonal_updates_are_optaxs(shape):
     assert np.sum(narrow * expected) > 0.999 * np.linalg.norm(narrow) * np.linalg.norm(expected)
 
 
+@pytest.mark.full(quick=["adamw"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_saved_state_resumes(optimizer, tmp_path):
     """Steps after a save and a load are those of an uninterrupted run, bit for bit."""

@@ -25,6 +25,7 @@ def laws(cascade, prompt, begun):
     return [np.exp(x) / np.exp(x).sum() for x in logits]
 
 
+@pytest.mark.full(quick=["t5_pair"])
 @pytest.mark.parametrize("source", ["t5_pair", "gemma_pair"])
 def test_a_beginning_is_continued_as_by_the_cascade(source, request):
     """Every beginning of a text that `opt` writes greedily, in one batch, ends as that text."""
@@ -89,6 +90,7 @@ def test_tokens_are_tried_where_the_models_disagree():
     assert np.abs(places / many - np.array(chances) / np.sum(chances)).max() < 5 * np.sqrt(0.25 / many)
 
 
+@pytest.mark.full
 def test_an_advantage_is_what_the_metric_gains(monkeypatch):
     """Of all texts, where one of them goes on with the verifier's token and not with the drafter's."""
     cascade, seen = pair(), []

@@ -68,6 +68,7 @@ def test_solutions_are_right(query):
                     assert named.index(word) < named.index(name)
 
 
+@pytest.mark.full
 def test_splits_have_no_problem_in_common():
     """Also by graph and numbers alone, whatever the objects are called."""
 
@@ -132,6 +133,7 @@ def test_impossible_problems_are_refused_before_the_run(query, field):
     assert error.value.field == field
 
 
+@pytest.mark.full
 def test_the_pair_reads_a_word_at_a_time(tmp_path):
     """One token for each word and number; the longest problems of the test split are within the limits."""
     config, decoding = load("word_problems_verifier"), load("word_problems")

@@ -107,6 +107,7 @@ def test_union_is_lossless(rows):
     assert p_value(PAIR, ["speculative"], [0.0], [3], rows, union=True) > FAIL_BELOW
 
 
+@pytest.mark.full(quick=["methods1-way1-transform1"])
 @pytest.mark.parametrize(
     "methods,way,transform",
     quick(
@@ -126,7 +127,7 @@ def test_drafts_verified_as_a_whole_follow_the_law(methods, way, transform, rows
     assert p_value(PAIR, methods, alphas, [3] + [2] * len(above), rows, **options) > FAIL_BELOW
 
 
-@pytest.mark.full(quick=["tli"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "way", [{}, {"slrs": True}, {"verification": verification.BLOCK}], ids=["tli", "slrs", "block"]
 )
@@ -159,7 +160,7 @@ def test_numbers_by_position_are_detected_in_blocks_of_a_foreign_drafter(monkeyp
     jax.clear_caches()
 
 
-@pytest.mark.full(quick=["speculative-opt-tli"])
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"slrs": True}], ids=["tli", "slrs"])
 @pytest.mark.parametrize("methods", [("speculative", "opt"), ("token_v3", "speculative")], ids="-".join)
 def test_a_hierarchy_with_a_foreign_bottom_level(methods, options, rows):
@@ -385,7 +386,7 @@ def begun(model, params, rows=(0, 1, 2), width=SOURCE.shape[1]):
     return cache
 
 
-@pytest.mark.full(quick=["t5"])
+@pytest.mark.full
 def test_a_translated_drafter_is_a_language_model(foreign):
     """Append, chunk, rows and vocabulary; the law is the own model's after the own tokens."""
     model, params = foreign

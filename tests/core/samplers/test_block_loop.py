@@ -80,6 +80,7 @@ def chance_of(found, method):
     return 2 * min(chi_square(np.asarray(result.tokens)[which == n], law) for n, law in enumerate(laws))
 
 
+@pytest.mark.full
 def test_the_law_of_three_families_in_one_program(rows):
     """And mistakes that it must see. As a block fewer rounds are needed; at temperature 0 both ways write the
     same."""

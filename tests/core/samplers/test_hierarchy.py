@@ -234,6 +234,7 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None, ways=None):
     return wrong
 
 
+@pytest.mark.full(quick=["methods11-sizes11-keep"])
 @pytest.mark.parametrize(
     "methods,sizes,hand_over",
     quick(

@@ -190,6 +190,7 @@ def test_a_row_depends_on_nothing_but_itself():
             assert counts.rounds[row] == together.counts[1].rounds[row]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hand_over", ["need", pytest.param("truncate", marks=pytest.mark.full)])
 def test_a_hierarchy_on_top_of_it_follows_its_law(hand_over, rows):
     """lookup, a small and a large model: the large one's rule reads the small one's law."""
@@ -202,6 +203,7 @@ def test_a_hierarchy_on_top_of_it_follows_its_law(hand_over, rows):
     assert chi_square(np.asarray(found.tokens), law) > 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [pytest.param("speculative", marks=pytest.mark.full), "opt"])
 def test_greedy_texts_of_a_hierarchy_are_those_without_lookup(method):
     """Over caches that lag behind: a spared bonus pass above a draft of no tokens."""

@@ -57,6 +57,7 @@ def test_two_models_follow_the_law(transform, gamma, rows, full):
     assert not unlikely(p_values([tuple(FAMILIES)], [gamma], settings, rows=rows))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transform,gamma", quick(*in_turn((5, 1, 2)), among=[("top_k", 1)]))
 def test_three_models_follow_the_law(transform, gamma, rows, full):
     methods = [tuple(dict.fromkeys(names)) for names in zip(*PAIRS, strict=True)]
