@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
+from speccascade_jax.core.samplers.named import VERIFIER
 from speccascade_jax.evaluation.sweep import DAMAGE
 from speccascade_jax.evaluation.turns import described
 from speccascade_jax.experiments.findings import Bench, Findings, Table, check_pair, inputs_of, pair, table
@@ -22,17 +24,15 @@ COMMAND = "import sys; from speccascade_jax.commands import main; sys.exit(main(
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Compares a method with a baseline; all other settings are those of the config."""
+    """The verifier alone against decoders of a config: (method, alpha, block size); all else as in it."""
 
     config: str
-    method: str
-    baseline: str
-    block_sizes: tuple[int, ...]
+    decoders: tuple[tuple[str, float, int], ...]
     temperatures: tuple[float, ...]
-    dtypes: tuple[str, ...]
-    timed: int  # inputs per run
+    timed: int  # inputs of a run
     trials: int
-    least_source: int = 20  # least tokens of an input
+    baseline: str = VERIFIER.name
+    least_source: int = 20  # tokens of an input
     split: str = "test"
 
     def check(self) -> None:
@@ -40,53 +40,51 @@ class Runs:
 
     def measure(self, bench: Bench) -> Findings:
         texts = inputs_of(pair(self.config), self.split, self.timed, self.least_source)
-        rows = list[list[Any]]()
-        for temperature, dtype in itertools.product(self.temperatures, self.dtypes):
-            speeds = self._speeds(bench, temperature, dtype, texts)
-            alone = speeds[self.baseline]
-            ratios = [values / alone for name, values in speeds.items() if name != self.baseline]
-            rows.append([f"{temperature:g}", dtype, middle(alone, ".0f"), *(middle(r) for r in ratios)])
+        alone, *others = self._speeds(bench, texts)
+        rows = [[self.baseline, "", "", *(f"{middle(speeds, '.0f')} tokens per second" for speeds in alone)]]
+        for (method, alpha, size), speeds in zip(self.decoders, others, strict=True):
+            rows.append([f"`{method}`", f"{alpha:g}", f"{size}", *map(middle, speeds / alone)])
         return Findings({"runs": self._table(rows)})
 
-    def _speeds(
-        self, bench: Bench, temperature: float, dtype: str, texts: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        """Tokens per second of the baseline and at each block size, one figure per trial. Runs take turns."""
-        same = ("--config", self.config, "--temperature", f"{temperature:g}", "--dtype", dtype)
-        flags: dict[str, tuple[str, ...]] = {self.baseline: (*same, "--method", self.baseline)}
-        flags |= {
-            f"block size {size}": (*same, "--method", self.method, "--alpha", "0", "--block-size", str(size))
-            for size in self.block_sizes
-        }
-        speeds = np.full((len(flags), self.trials), np.nan)
+    def _flags(self) -> list[list[str]]:
+        """The flags of each decoder, the baseline first."""
+        same = ["--config", self.config]
+        return [
+            [*same, "--method", self.baseline],
+            *(
+                [*same, "--method", method, "--alpha", f"{alpha:g}", "--block-size", f"{size}"]
+                for method, alpha, size in self.decoders
+            ),
+        ]
+
+    def _speeds(self, bench: Bench, texts: Sequence[str]) -> Float[np.ndarray, "D N T"]:
+        """Tokens per second of each decoder, at each temperature, in each trial. Runs take turns."""
+        flags = self._flags()
+        speeds = np.full((len(flags), len(self.temperatures), self.trials), np.nan)
 
         def read(_: int, line: Any) -> None:
             try:
-                speeds[line["run"], line["trial"]] = float(line["tokens_per_second"])
+                speeds[tuple(line["run"])] = float(line["tokens_per_second"])
             except DAMAGE:
                 raise ValueError("no speed of a run") from None
 
-        path = bench.folder / f"runs-{temperature:g}-{dtype}.jsonl"
-        kept = {"flags": {name: list(words) for name, words in flags.items()}, "trials": self.trials}
-        _, file = resume(path, {**described(texts), **kept}, read)
-        work = [(t, n) for t in range(self.trials) for n in range(len(flags)) if np.isnan(speeds[n, t])]
+        kept = {"flags": flags, "temperatures": list(self.temperatures), "trials": self.trials}
+        _, file = resume(bench.folder / "runs.jsonl", {**described(texts), **kept}, read)
+        turns = itertools.product(range(self.trials), range(len(self.temperatures)), range(len(flags)))
+        work = [(n, place, trial) for trial, place, n in turns if np.isnan(speeds[n, place, trial])]
         with file:
-            for trial, n in bench.track(work, f"runs at {temperature:g} in {dtype}"):
-                speeds[n, trial] = tokens_per_second(list(flags.values())[n], texts)
-                file.add({"run": n, "trial": trial, "tokens_per_second": speeds[n, trial]})
-        return dict(zip(flags, speeds, strict=True))
+            for run in bench.track(work, "runs"):
+                temperature = f"{self.temperatures[run[1]]:g}"
+                speeds[run] = tokens_per_second([*flags[run[0]], "--temperature", temperature], texts)
+                file.add({"run": list(run), "tokens_per_second": speeds[run]})
+        return speeds
 
     def _table(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens per second that `decode.py --config={self.config}` prints over {self.timed} inputs of "
-            f"{self.least_source} tokens or more: `{self.method}` relative to `{self.baseline}`, "
-            f"{self.trials} runs of each in turn (median, least to greatest).",
-            (
-                "T",
-                "dtype",
-                f"{self.baseline}, tokens per second",
-                *(f"block size {size}" for size in self.block_sizes),
-            ),
+            f"Tokens per second that `decode.py --config={self.config}` prints for {self.timed} inputs of "
+            f"{self.least_source} tokens or more, relative to the {self.baseline}'s; {self.trials} runs of "
+            "each, in turn (median, smallest to largest).",
+            ("method", "alpha", "block size", *(f"temperature {t:g}" for t in self.temperatures)),
             rows,
         )
 

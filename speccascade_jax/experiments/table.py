@@ -32,17 +32,21 @@ LOSSLESS_SPEEDS = Experiment(
 )
 WHOLE_RUNS = Experiment(
     "whole-runs",
-    "How many times as fast whole runs of decode.py are with lossless decoding.",
+    "How many times as fast as the verifier's whole runs of decode.py are.",
     "lossless",
     commands.Runs(
         config="demo",
-        method="speculative",
-        baseline="verifier",
-        block_sizes=(3, 5, 7),
+        decoders=(
+            ("speculative", 0.0, 3),
+            ("speculative", 0.0, 5),
+            ("speculative", 0.0, 7),
+            ("token_v3", 0.2, 3),
+            ("token_v3", 0.2, 5),
+            ("opt", 0.1, 5),
+        ),
         temperatures=(0.0, 1.0),
-        dtypes=("float32", "bfloat16"),
-        timed=60,
-        trials=5,
+        timed=40,
+        trials=3,
     ),
 )
 BLOCK_CALLS = Experiment(

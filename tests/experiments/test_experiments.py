@@ -206,20 +206,19 @@ def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, t
     runs = []
 
     def speed(flags, texts):
-        runs.append(flags[flags.index("--method") + 1])
-        return {"verifier": 100.0, "speculative": 150.0 + 10 * len(runs)}[runs[-1]]
+        runs.append([flags[flags.index(name) + 1] for name in ("--method", "--temperature")])
+        return {"verifier": 100.0, "speculative": 150.0 + 10 * len(runs)}[runs[-1][0]]
 
     monkeypatch.setattr(commands, "tokens_per_second", speed)
     _, result = found("whole-runs", tmp_path)
-    assert runs == ["verifier", "speculative", "speculative"] * 8  # 2 temperatures, 2 dtypes, 2 trials
-    assert result.tables["runs"]["rows"][0] == [
-        "0",
-        "float32",
-        "100 (100 to 100)",
-        "1.85 (1.70 to 2.00)",
-        "1.95 (1.80 to 2.10)",
+    a_trial = [[method, t] for t in "01" for method in ("verifier", "speculative", "speculative")]
+    assert runs == 2 * a_trial
+    assert result.tables["runs"]["rows"] == [
+        ["verifier", "", "", *("100 (100 to 100) tokens per second",) * 2],
+        ["`speculative`", "0", "3", "2.00 (1.70 to 2.30)", "2.30 (2.00 to 2.60)"],
+        ["`speculative`", "0", "5", "2.10 (1.80 to 2.40)", "2.40 (2.10 to 2.70)"],
     ]
-    assert found("whole-runs", tmp_path)[1] == result and len(runs) == 24
+    assert found("whole-runs", tmp_path)[1] == result and len(runs) == 12
 
 
 @pytest.mark.full
