@@ -69,7 +69,7 @@ class Runs:
                 raise ValueError("no speed of a run") from None
 
         kept = {"flags": flags, "temperatures": list(self.temperatures), "trials": self.trials}
-        _, file = resume(bench.folder / "runs.jsonl", {**described(texts), **kept}, read)
+        _, file = resume(bench.folder / "speeds.jsonl", {**described(texts), **kept}, read)
         turns = itertools.product(range(self.trials), range(len(self.temperatures)), range(len(flags)))
         work = [(n, place, trial) for trial, place, n in turns if np.isnan(speeds[n, place, trial])]
         with file:
