@@ -209,7 +209,7 @@ def smaller(tokens, which, expected):
 def laws(methods, alphas, block_sizes, tables=TABLES, **options):
     """By enumeration, of both prompts. A method that reads its place in the round stands alone."""
     tables = tables[: len(methods) + 1]
-    if METHODS[methods[0]].by_prefix:
+    if all(METHODS[method].by_prefix for method in methods):
         names = [oracle(method) for method in methods]
         law = partial(sequence_law, tables, names, alphas)
     else:
