@@ -10,6 +10,7 @@ Examples:
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -241,17 +242,7 @@ def evaluate_with(job: Job, arguments: Arguments, task: FewShotTask, run: Decode
 
         finished, cascade = job.share(resumed), None
         for method in dict.fromkeys(arguments.methods):
-            described = {
-                "config": arguments.config,
-                "task": arguments.task,
-                "method": method,
-                "alpha": run.alpha,
-                "temperature": run.temperature,
-                "block_size": run.block_size,
-                "seed": run.seed,
-                "shot_seed": arguments.shot_seed,
-                "shots": prompts.shots,
-            }
+            described = settings_of(arguments, run, prompts, method)
             title = f"{method}, alpha {run.alpha}, temperature {run.temperature}"
             if method in finished:
                 shown = {k: v for k, v in finished[method].items() if k not in described}
@@ -272,22 +263,44 @@ def evaluate_with(job: Job, arguments: Arguments, task: FewShotTask, run: Decode
             screen.print(table_of(figures, title))
             if file is None or part is None:
                 continue
-            results = marks.answers or [None] * len(outputs)
-            rows = [
-                {
-                    "method": method,
-                    "index": output.index,
-                    "output": output.text,
-                    "answer": answer,
-                    "result": result,
-                    "counts": output.counts,
-                }
-                for output, answer, result in zip(outputs, answers, results, strict=True)
-            ]
+            rows = lines_of(method, outputs, answers, marks)
             for line in (*rows[written.get(method, 0) :], {**described, **figures}):
                 file.add(line)
             for path in (part, settings_file(part)):
                 path.unlink(missing_ok=True)
+
+
+def settings_of(arguments: Arguments, run: DecodeConfig, prompts: Prompts, method: str) -> dict[str, Any]:
+    """The settings that a method's line of figures begins with."""
+    return {
+        "config": arguments.config,
+        "task": arguments.task,
+        "method": method,
+        "alpha": run.alpha,
+        "temperature": run.temperature,
+        "block_size": run.block_size,
+        "seed": run.seed,
+        "shot_seed": arguments.shot_seed,
+        "shots": prompts.shots,
+    }
+
+
+def lines_of(
+    method: str, outputs: Sequence[Output], answers: Sequence[Any], marks: Marks
+) -> list[dict[str, Any]]:
+    """The line of each output in --output. `result` is None if only the whole set has a score."""
+    results = marks.answers or [None] * len(outputs)
+    return [
+        {
+            "method": method,
+            "index": output.index,
+            "output": output.text,
+            "answer": answer,
+            "result": result,
+            "counts": output.counts,
+        }
+        for output, answer, result in zip(outputs, answers, results, strict=True)
+    ]
 
 
 def figures_of(marks: Marks, outputs: list[Output]) -> dict[str, Any]:
