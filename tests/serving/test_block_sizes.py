@@ -64,8 +64,9 @@ def test_drafts_of_one_size_are_refused(model):
 
 
 def test_the_largest_size_is_that_of_the_config(tmp_path):
-    run = dataclasses.replace(load("demo", DecodeConfig), block_size="load")
-    assert fixed(run, "demo").block_size == 3
+    demo = load("demo", DecodeConfig)
+    run = dataclasses.replace(demo, block_size="load")
+    assert fixed(run, "demo").block_size == demo.block_size
     for size, kept in (("load", 5), ("adaptive", 5), (7, 7)):
         path = tmp_path / f"{size}.py"
         path.write_text(
