@@ -84,8 +84,7 @@ class Scheme:
     models: int | None = None  # required number of models; None: any
     model: int | None = None  # index of the model that decodes alone: 0 is the smallest, -1 the largest
     greedy: bool = False  # decodes only greedily
-    verifications: tuple[str, ...] | None = None  # the ways to verify drafts that its samplers choose from;
-    # None: those of the sampler that it makes of the models
+    verifications: tuple[str, ...] | None = None  # those that it offers; None: those of the sampler it makes
     confidence: Callable[[np.ndarray], float] | None = None  # in [0, 1], from the log probabilities of the
     # drafter's tokens: if it is below 1 - alpha, the verifier decodes the text again
     name: str = ""  # shown in messages

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from speccascade_jax.experiments import commands, libraries, models, races, speeds, sweeps, verification
+from speccascade_jax.experiments import libraries, models, races, runs, speeds, sweeps, verification
 from speccascade_jax.experiments.findings import Experiment
 
 TRADED: dict[str, Any] = {
@@ -32,9 +32,9 @@ LOSSLESS_SPEEDS = Experiment(
 )
 WHOLE_RUNS = Experiment(
     "whole-runs",
-    "How many times as fast as the verifier's whole runs of decode.py are.",
+    "How much faster whole runs of decode.py are than those of the verifier alone.",
     "lossless",
-    commands.Runs(
+    runs.Runs(
         config="demo",
         decoders=(
             ("speculative", 0.0, 3),

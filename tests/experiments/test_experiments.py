@@ -24,7 +24,7 @@ from speccascade_jax.evaluation import (
 )
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
-from speccascade_jax.experiments import commands, findings, sweeps
+from speccascade_jax.experiments import findings, runs, sweeps
 from speccascade_jax.experiments.findings import Bench
 from speccascade_jax.experiments.table import EXPERIMENTS
 from speccascade_jax.inference.text import Output
@@ -104,9 +104,7 @@ def made_by_hand(monkeypatch):
     monkeypatch.setattr(
         other_libraries, "decoders", lambda *_: {"another, verifier": lambda row: (50.0, [5] * 25)}
     )
-    monkeypatch.setattr(
-        commands, "tokens_per_second", lambda flags, texts: 100.0 + 50 * ("speculative" in flags)
-    )
+    monkeypatch.setattr(runs, "tokens_per_second", lambda flags, texts: 100.0 + 50 * ("speculative" in flags))
     monkeypatch.setattr(
         measurements,
         "measure_quality",
@@ -203,31 +201,31 @@ def test_speeds_are_those_of_the_decoders(made_by_hand, tmp_path):
 
 def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, tmp_path):
     """Every trial has one run of each decoder; the second measurement reads all of them."""
-    runs = []
+    calls = []
 
     def speed(flags, texts):
-        runs.append([flags[flags.index(name) + 1] for name in ("--method", "--temperature")])
-        return {"verifier": 100.0, "speculative": 150.0 + 10 * len(runs)}[runs[-1][0]]
+        calls.append([flags[flags.index(name) + 1] for name in ("--method", "--temperature")])
+        return {"verifier": 100.0, "speculative": 150.0 + 10 * len(calls)}[calls[-1][0]]
 
-    monkeypatch.setattr(commands, "tokens_per_second", speed)
+    monkeypatch.setattr(runs, "tokens_per_second", speed)
     _, result = found("whole-runs", tmp_path)
     a_trial = [[method, t] for t in "01" for method in ("verifier", "speculative", "speculative")]
-    assert runs == 2 * a_trial
+    assert calls == 2 * a_trial
     assert result.tables["runs"]["rows"] == [
         ["verifier", "", "", *("100 (100 to 100) tokens per second",) * 2],
         ["`speculative`", "0", "3", "2.00 (1.70 to 2.30)", "2.30 (2.00 to 2.60)"],
         ["`speculative`", "0", "5", "2.10 (1.80 to 2.40)", "2.40 (2.10 to 2.70)"],
     ]
-    assert found("whole-runs", tmp_path)[1] == result and len(runs) == 12
+    assert found("whole-runs", tmp_path)[1] == result and len(calls) == 12
 
 
 @pytest.mark.full
 def test_the_speed_of_a_whole_run_is_that_of_its_summary(t5_pair):
     flags = [f"--{model}={t5_pair / model}" for model in ("drafter", "verifier")]
     flags += ["--tokenizer", str(t5_pair / "verifier" / "spiece.model"), "--max-new-tokens=8"]
-    assert commands.tokens_per_second(flags, SENTENCES[:2]) > 0
+    assert runs.tokens_per_second(flags, SENTENCES[:2]) > 0
     with pytest.raises(ValueError, match=r"decode\.py failed: .*--block-size is 0"):
-        commands.tokens_per_second([*flags, "--block-size=0"], SENTENCES[:2])
+        runs.tokens_per_second([*flags, "--block-size=0"], SENTENCES[:2])
 
 
 def test_ways_of_verification_are_compared_at_their_best_block_size(made_by_hand, tmp_path):
