@@ -33,7 +33,7 @@ from speccascade_jax.inference.outputs import append_line, write_whole
 DOCS = PACKAGE.parent / "docs"
 RUNS = "runs.jsonl"
 """The file with the dates, machines and commits of an experiment's measurements."""
-QUICK = {"inputs": 4, "timed": 2, "seeds": 1, "trials": 1, "choices": 2}
+QUICK = {"inputs": 4, "timed": 2, "seeds": 1, "trials": 1, "steps": 4, "choices": 2}
 """The sizes of --quick."""
 
 
@@ -47,8 +47,8 @@ class Arguments:
     limit: int | None = None
     """Run a small trial with at most this many inputs."""
     quick: bool = False
-    """Run an even smaller trial to check that everything works: a few inputs, one seed, one trial, and two
-    entries of each list of settings."""
+    """Run an even smaller trial to check that everything works: a few inputs and steps, one seed, one trial,
+    and two entries of each list of settings."""
     output: str = "runs/report"
     """The folder for measurements, and for the records and figures of trials."""
 

@@ -55,8 +55,8 @@ class Experiment:
     measurement: Any  # a Measurement
 
     def smaller(self, *, choices: int | None = None, **limits: int) -> Self:
-        """A smaller version with at most these numbers of `inputs`, `timed` inputs, `seeds` and `trials`, and
-        the first `choices` of every list of settings."""
+        """A smaller version with at most these numbers of `inputs`, `timed` inputs, `seeds`, `trials` and
+        `steps`, and the first `choices` of every list of settings."""
         values = {
             field.name: getattr(self.measurement, field.name)
             for field in dataclasses.fields(self.measurement)
@@ -78,7 +78,11 @@ def check_pair(run: DecodeConfig, split: str) -> None:
     if run.router is not None and not Path(run.router).is_file():
         remedy = "train it with scripts/finetune.py."
         raise FieldError("router", run.router, remedy, f"the trained rule {run.router} is missing")
-    data = getattr(task_of(run), split)
+    check_data(getattr(task_of(run), split))
+
+
+def check_data(data: str) -> None:
+    """Raises FieldError, with the remedy, if the file of a split is missing."""
     if "://" not in data and not Path(data).exists():
         raise FieldError(
             "task", data, "set SPECCASCADE_DATA to the folder of the datasets.", f"the data {data} is missing"

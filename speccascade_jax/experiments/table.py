@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from speccascade_jax.experiments import libraries, models, races, runs, speeds, sweeps, verification
+from speccascade_jax.experiments import libraries, losses, models, races, runs, speeds, sweeps, verification
 from speccascade_jax.experiments.findings import Experiment
 
 TRADED: dict[str, Any] = {
@@ -261,6 +261,30 @@ REJECTION = Experiment(
     ),
 )
 
+LOSSES = tuple(
+    Experiment(
+        f"losses-{config.replace('_', '-')}",
+        f"Which divergence a drafter should learn from, with {what}.",
+        "losses",
+        losses.Losses(
+            config=config,
+            training=f"{config}_drafter",
+            divergences=("kl", "tv", "lk", "lk_hybrid", "kl_to_lk"),
+            rules=(("speculative", 0.0), ("opt", 0.1)),
+            seeds=3,
+            steps=1000,
+            batch_tokens=4096,
+            learning_rate=0.02,
+            block_size=size,
+            inputs=400,
+        ),
+    )
+    for config, what, size in (
+        ("demo", "the translation pair", 5),
+        ("e2e", "the data-to-text pair", 7),
+        ("word_problems", "word problems", 8),
+    )
+)
 ADAPTIVE = tuple(
     Experiment(
         f"adaptive-blocks-{config}",
@@ -371,6 +395,7 @@ EXPERIMENTS = {
         *RIVALS,
         *PICKS,
         SPANS,
+        *LOSSES,
         *ADAPTIVE,
         HIERARCHIES,
         VOCABULARIES,

@@ -1,5 +1,6 @@
 """Reads task files into examples and token batches. A batch is a pure function of (seed, step)."""
 
+import copy
 import dataclasses
 import itertools
 import reprlib
@@ -263,6 +264,12 @@ class TrainingBatches:
             targets.append(TokenTable.of(cut([target for _, target, _ in chunk])))
         self.sources, self.targets = TokenTable.joined(sources), TokenTable.joined(targets)
         self.lengths = np.stack([np.diff(self.sources.borders), np.diff(self.targets.borders)], axis=1)
+
+    def reshuffled(self, seed: int) -> "TrainingBatches":
+        """The same examples with another seed."""
+        other = copy.copy(self)
+        other.seed = seed
+        return other
 
     def _epoch(self, epoch: int) -> list[tuple[np.ndarray, list[np.ndarray]]]:
         """An epoch's batches: (padded source and target length, groups of example indices)."""

@@ -24,7 +24,7 @@ from speccascade_jax.evaluation import (
 )
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
-from speccascade_jax.experiments import findings, runs, sweeps
+from speccascade_jax.experiments import findings, losses, runs, sweeps
 from speccascade_jax.experiments.findings import Bench
 from speccascade_jax.experiments.table import EXPERIMENTS
 from speccascade_jax.inference.text import Output
@@ -104,6 +104,7 @@ def made_by_hand(monkeypatch):
     monkeypatch.setattr(
         other_libraries, "decoders", lambda *_: {"another, verifier": lambda row: (50.0, [5] * 25)}
     )
+    monkeypatch.setattr(losses.Losses, "train", lambda *_: None)
     monkeypatch.setattr(runs, "tokens_per_second", lambda flags, texts: 100.0 + 50 * ("speculative" in flags))
     monkeypatch.setattr(
         measurements,
@@ -296,3 +297,61 @@ def test_a_rival_is_compared_at_no_more_calls(made_by_hand, tmp_path):
     assert len(table["rows"]) == 2 * 2 * len(measurement.alphas)
     for row in table["rows"]:
         assert row[5] == "-" or float(row[6]) <= 1.01 * float(row[4]) + 1e-3
+
+
+def test_drafters_are_trained_once_from_one_start(monkeypatch, tmp_path):
+    """From the drafter of the pair, with its verifier as teacher; those of a killed experiment again."""
+    begun = []
+
+    def trained(config, lessons, seeds, track):
+        begun.append((config, lessons, list(seeds)))
+        return None, dict.fromkeys(itertools.product(lessons, seeds))
+
+    def saved(folder, model, params):
+        if len(begun) == 1 and len(list(tmp_path.glob("*/"))) == 2:
+            raise KeyboardInterrupt
+        folder.mkdir(exist_ok=True)
+
+    monkeypatch.setattr(losses, "train_side_by_side", trained)
+    monkeypatch.setattr(losses.huggingface, "save", saved)
+    measurement, bench = EXPERIMENTS["losses-e2e"].measurement, Bench(tmp_path, console(quiet=True))
+    with pytest.raises(KeyboardInterrupt):
+        measurement.train(bench)
+    for _ in range(2):
+        measurement.train(bench)
+    with pytest.raises(ValueError, match="settings"):
+        dataclasses.replace(measurement, steps=measurement.steps + 1).train(bench)
+    first, second = begun
+    assert first == second
+    config, lessons, seeds = first
+    run = findings.pair("e2e")
+    assert (config.init, config.teacher, config.teacher_outputs) == (run.drafter, run.verifier, None)
+    assert sorted(lessons) == sorted((d, *r) for d in measurement.divergences for r in measurement.rules)
+    folders = {
+        folder for _, decoder in measurement.decoders(bench) if (folder := decoder.drafter) != run.drafter
+    }
+    assert folders == {str(path) for path in tmp_path.iterdir() if path.is_dir()} and len(folders) == len(
+        lessons
+    ) * len(seeds)
+
+
+def test_trainings_are_compared_by_their_sums(made_by_hand, monkeypatch, tmp_path):
+    """Each drafter has its own number of tokens a call; ratios are those of the sums over trainings."""
+    rates = {"kl-0": 2, "kl-1": 4, "tv-0": 3, "tv-1": 4}
+
+    def counted(run, first, texts):
+        rate = next((n for name, n in rates.items() if f"speculative-0-{name}" in run.drafter), 1)
+        counts = {"rounds": 1, "drafted": 9, "accepted": rate - 1, "deferred": 0, "emitted": rate}
+        counts["histogram"] = [0] * (rate - 1) + [1]
+        outputs = [Output(n, text, text, [5] * rate, [], counts) for n, text in enumerate(texts, first)]
+        return 0.0, outputs
+
+    monkeypatch.setattr(
+        turns.Cascades, "decoder", lambda _, run: lambda first, texts: counted(run, first, texts)
+    )
+    rows = found("losses-e2e", tmp_path)[1].tables["losses-e2e"]["rows"]
+    assert [row[1:] for row in rows[:3]] == [
+        ["before", "1.000", "0.333 (0.333 to 0.333)", "0.500, 0.250"],
+        ["kl", "3.000", "", ""],
+        ["tv", "3.500", "1.167 (1.167 to 1.167)", "1.500, 1.000"],
+    ]
