@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.metadata
 import json
 import math
 import os
@@ -14,9 +15,9 @@ import time
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_backend_optimization_level=1",
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=1"
+    # jaxlib 0.11 dropped this flag, and XLA ends a process that sets an unknown one.
+    + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10."),
 )
 
 import jax
