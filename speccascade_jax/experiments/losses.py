@@ -79,7 +79,7 @@ class Losses:
     def folder(self, bench: Bench, lesson: Lesson, seed: int) -> Path:
         """The folder of a trained drafter."""
         divergence, method, alpha = lesson
-        return bench.folder / f"{method}-{alpha:g}-{divergence}-{seed}"
+        return bench.folder / name_of(method, alpha, divergence, seed)
 
     def train(self, bench: Bench) -> None:
         """Trains and saves the drafters, unless an earlier call has. Raises ValueError if that had other
@@ -126,6 +126,7 @@ class Losses:
         counts = dict[str, Counts]()
         for name, run in bench.track(list(self.decoders(bench)), "drafters"):
             path = bench.folder / f"{name}.jsonl"
+            # Cascades of its own, because they keep every model that they load.
             counts |= measure_counts({name: run}, texts, path, seeds=1, track=quiet, cascades=Cascades(texts))
         rows = [
             self._row(counts, rule, divergence)
@@ -168,6 +169,7 @@ class Losses:
 
 
 def name_of(method: str, alpha: float, divergence: str, seed: int) -> str:
+    """The name of a drafter, of its folder and of the file of its counts."""
     return f"{method}-{alpha:g}-{divergence}-{seed}"
 
 
@@ -177,4 +179,5 @@ def pooled(counts: list[Counts]) -> Counts:
 
 
 def quiet(items: Any, name: str) -> Any:
+    """A `track` that shows nothing."""
     return iter(items)

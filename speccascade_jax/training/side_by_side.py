@@ -23,10 +23,6 @@ Lesson = tuple[str, str, float]
 """What a version learns from: a divergence, and the rule and lenience that define its target."""
 
 
-def lesson_of(config: TrainConfig) -> Lesson:
-    return config.divergence, config.method, config.alpha
-
-
 def train_side_by_side(
     config: TrainConfig,
     lessons: Sequence[Lesson],
@@ -35,8 +31,9 @@ def train_side_by_side(
 ) -> tuple[Model, dict[tuple[Lesson, int], nnx.State]]:
     """Trains `config` once for each lesson and seed. Returns the model and the parameters of each version.
 
-    All versions start from config.init and learn from config.teacher's distributions alone. Versions with the
-    same seed see the same batches, all padded to the task's limits, so that one program trains every version.
+    All versions start from config.init and learn from config.teacher's distributions alone, on the task's
+    targets and without dropout, whatever config.distillation and config.on_policy are. Versions with the same
+    seed see the same batches, all padded to the task's limits, so that one program trains every version.
     """
     mesh = make_mesh()
     tokenizer = Tokenizer(find_tokenizer(config))
