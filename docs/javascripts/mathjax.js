@@ -2,12 +2,13 @@
 window.MathJax = {
   tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]], processEscapes: true, processEnvironments: true },
   options: { ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex" },
+  // `document$` announces the first page, too. Typeset twice, a formula holds a second one for screen readers.
+  startup: { typeset: false, ready: () => (MathJax.startup.defaultReady(), document$.subscribe(typeset)) },
 };
 
-document$.subscribe(() => {
-  if (!MathJax.typesetPromise) return; // still loading: it typesets the page itself
+function typeset() {
   MathJax.startup.output.clearCache();
   MathJax.typesetClear();
   MathJax.texReset();
   MathJax.typesetPromise();
-});
+}
