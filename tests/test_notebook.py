@@ -82,7 +82,7 @@ def test_it_runs(monkeypatch, capsys):
     [page] = displayed
     now, then = coloured(page), coloured(PAGE.read_text(encoding="utf-8"))
     assert [text for _, text in now] == [text for _, text in then]
-    # On another CPU a near tie can fall the other way: the drafter proposes another token, which is corrected.
+    # On another CPU a near tie can fall the other way: a proposed token becomes a correction, or the reverse.
     assert sum(a != b for a, b in zip(now, then, strict=True)) <= 3
     assert {shared["COLOURS"]["draft"], shared["COLOURS"]["correction"]} <= dict(now).keys()
     assert shared["curve"][-1] > shared["curve"][0] >= 1 and len(shared["curve"]) == len(shared["ALPHAS"])
