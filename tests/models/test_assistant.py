@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from member_laws import check_lossless_texts
 from shapes import LENGTH, SOURCE, TINY_ASSISTANT, TINY_GEMMA4
 from tiny_models import random_checkpoint, transformers_gemma4
 
@@ -234,11 +235,7 @@ def test_a_pair_is_decoded_from_two_folders(gemma_vocabulary, tmp_path, capsys):
         checkpoints.save(tmp_path / name, made, "huggingface")
     flags = [f"--drafter={tmp_path / 'drafter'}", f"--verifier={tmp_path / 'verifier'}", "--text=ein zug"]
     flags += ["--max-source-length=16", "--max-new-tokens=8"]
-    texts = []
-    for method in ("speculative", "verifier"):
-        assert decode.main([*flags, f"--method={method}", "--temperature=0"]) == 0
-        texts.append(capsys.readouterr().out.splitlines()[:2])
-    assert texts[0] == texts[1]
+    check_lossless_texts(flags, capsys)
 
 
 def folders(folder, drafter, verifier):

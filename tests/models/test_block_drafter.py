@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from joint_laws import FAIL_BELOW, exact
-from member_laws import check_full, text_of
+from member_laws import check_full, check_shared, text_of
 from shapes import LENGTH, SOURCE, TINY_T5
 from tiny_models import in_blocks, prefilled, random_checkpoint
 from toys import block_law, chi_square
@@ -224,13 +224,7 @@ def test_the_verifier_is_the_plain_model_bit_for_bit(network):
 
 
 def test_nothing_is_copied():
-    model = model_of(CONFIG)
-    full = model.full.init(0)
-    params = model.around(full, 0)
-    assert jax.tree.structure(params) == jax.tree.structure(model.abstract_params())
-    mine = dict(nnx.to_flat_state(params))
-    for path, value in nnx.to_flat_state(full):
-        assert mine["verifier", *path].get_value() is value.get_value()
+    check_shared(model_of(CONFIG))
 
 
 def test_drafts_in_training_are_of_every_length():

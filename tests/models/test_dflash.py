@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from member_laws import check_lossless_texts
 from served_toys import check_served
 from shapes import EAGLE_VERIFIER, LENGTH, SOURCE, TINY_DFLASH, TINY_T5
 from tiny_models import in_blocks, random_checkpoint
@@ -199,11 +200,7 @@ def test_a_pair_is_decoded_from_two_folders(gemma_vocabulary, tmp_path, capsys):
         )
     flags = [f"--drafter={tmp_path / 'drafter'}", f"--verifier={tmp_path / 'verifier'}", "--text=ein zug"]
     flags += ["--max-source-length=16", "--max-new-tokens=8"]
-    texts = []
-    for method in ("speculative", "verifier"):
-        assert decode.main([*flags, f"--method={method}", "--block-size=5"]) == 0
-        texts.append(capsys.readouterr().out.splitlines()[:2])
-    assert texts[0] == texts[1]
+    check_lossless_texts([*flags, "--block-size=5"], capsys)
     for wrong in (["--block-size=6"], ["--method=drafter"]):
         assert decode.main([*flags, *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -15,7 +15,7 @@ import pytest
 from eagle_reference import NOWHERE, Reference
 from flax import nnx
 from joint_laws import FAIL_BELOW, oracle
-from member_laws import check_full, check_rows
+from member_laws import check_full, check_lossless_texts, check_rows
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from served_toys import check_served
@@ -407,11 +407,7 @@ def test_a_pair_is_decoded_from_two_folders(folders, capsys):
     """From the command line; a head needs no tokenizer."""
     flags = [f"--drafter={folders / 'head'}", f"--verifier={folders / 'verifier'}", "--text=ein zug"]
     flags += ["--max-source-length=16", "--max-new-tokens=8"]
-    texts = []
-    for method in ("speculative", "verifier"):
-        assert decode.main([*flags, f"--method={method}", "--temperature=0"]) == 0
-        texts.append(capsys.readouterr().out.splitlines()[:2])
-    assert texts[0] == texts[1]
+    check_lossless_texts(flags, capsys)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from member_laws import check_full, check_interleaved, check_members, check_rows, products, reference, text_of
+from member_laws import (
+    check_full,
+    check_interleaved,
+    check_members,
+    check_rows,
+    check_shared,
+    products,
+    reference,
+    text_of,
+)
 from shapes import LENGTH, SOURCE, TINY_T5
 from tiny_models import in_blocks, prefilled, random_checkpoint
 
@@ -91,13 +100,7 @@ def test_a_source_is_encoded_once(network):
 
 
 def test_nothing_is_copied():
-    model = model_of(CONFIG)
-    full = model.full.init(0)
-    params = model.around(full, 0)
-    assert jax.tree.structure(params) == jax.tree.structure(model.abstract_params())
-    mine = dict(nnx.to_flat_state(params))
-    for path, value in nnx.to_flat_state(full):
-        assert mine["verifier", *path].get_value() is value.get_value()
+    mine = check_shared(model_of(CONFIG))
     assert not [path for path in mine if path[0] == "drafter" and "encoder" in path[1]]
 
 

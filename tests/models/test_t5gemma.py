@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE, TARGET, TINY_T5GEMMA
-from tiny_models import greedy, in_blocks, prefilled, their_texts
+from tiny_models import greedy, in_blocks, prefilled, randomized, their_seq2seq_logits, their_texts
 
 from speccascade_jax.checkpoints import huggingface
 from speccascade_jax.checkpoints.arrays import Placement
@@ -27,28 +27,7 @@ def hugging_face(config):
     model = transformers.T5GemmaForConditionalGeneration(
         transformers.T5GemmaConfig(**described, attn_implementation="eager")
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.25)
-    return model.eval()
-
-
-def their_logits(theirs):
-    """[3, 30, V] after each of FED, a row at a time."""
-    torch, rows = pytest.importorskip("torch"), []
-    for source, length, fed in zip(SOURCE, LENGTH, FED, strict=True):
-        with torch.no_grad():
-            rows.append(
-                theirs(
-                    input_ids=torch.tensor(source[None, :length].astype(np.int64)),
-                    attention_mask=torch.ones((1, int(length)), dtype=torch.long),
-                    decoder_input_ids=torch.tensor(fed[None].astype(np.int64)),
-                    decoder_attention_mask=torch.ones((1, len(fed)), dtype=torch.long),
-                )
-                .logits[0]
-                .numpy()
-            )
-    return np.stack(rows)
+    return randomized(model)
 
 
 @pytest.mark.full
@@ -60,7 +39,7 @@ def test_logits_agree_with_transformers(config, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = huggingface.load(tmp_path / "theirs", Placement())
     assert model.config == config
-    expected = their_logits(theirs)
+    expected = their_seq2seq_logits(theirs, SOURCE, FED)
     assert np.ptp(expected) > 3
     for sizes in ([1] * 30, [13, 4, 13]):
         logits, _ = in_blocks(model, params, FED, sizes, prefilled(model, params))
@@ -70,7 +49,7 @@ def test_logits_agree_with_transformers(config, tmp_path):
     returned = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     for name, array in theirs.state_dict().items():
         np.testing.assert_array_equal(returned.state_dict()[name], array)
-    np.testing.assert_allclose(their_logits(returned), expected, atol=1e-4)
+    np.testing.assert_allclose(their_seq2seq_logits(returned, SOURCE, FED), expected, atol=1e-4)
 
 
 @pytest.mark.full

@@ -7,7 +7,15 @@ import jax
 import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE, TARGET, TINY_T5GEMMA, TINY_T5GEMMA2
-from tiny_models import greedy, in_blocks, prefilled, random_checkpoint, their_texts
+from tiny_models import (
+    greedy,
+    in_blocks,
+    prefilled,
+    random_checkpoint,
+    randomized,
+    their_seq2seq_logits,
+    their_texts,
+)
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import huggingface
@@ -47,28 +55,7 @@ def hugging_face(config):
     model = transformers.T5Gemma2ForConditionalGeneration(
         transformers.T5Gemma2Config(**described, attn_implementation="eager")
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.25)
-    return model.eval()
-
-
-def their_logits(theirs):
-    """[3, 30, V] after each of FED, a row at a time."""
-    torch, rows = pytest.importorskip("torch"), []
-    for source, length, fed in zip(READ, LENGTH, FED, strict=True):
-        with torch.no_grad():
-            rows.append(
-                theirs(
-                    input_ids=torch.tensor(source[None, :length].astype(np.int64)),
-                    attention_mask=torch.ones((1, int(length)), dtype=torch.long),
-                    decoder_input_ids=torch.tensor(fed[None].astype(np.int64)),
-                    decoder_attention_mask=torch.ones((1, len(fed)), dtype=torch.long),
-                )
-                .logits[0]
-                .numpy()
-            )
-    return np.stack(rows)
+    return randomized(model)
 
 
 def begun(model, params, max_length=64):
@@ -85,7 +72,7 @@ def test_logits_agree_with_transformers(config, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = huggingface.load(tmp_path / "theirs", Placement())
     assert model.config == config
-    expected = their_logits(theirs.double())  # in float32 it is the less exact of the two
+    expected = their_seq2seq_logits(theirs.double(), READ, FED)  # in float32 it is the less exact of the two
     assert np.ptp(expected) > 3
     for sizes in ([1] * 30, [13, 4, 13]):
         logits, cache = in_blocks(model, params, FED, sizes, begun(model, params))
@@ -98,7 +85,9 @@ def test_logits_agree_with_transformers(config, tmp_path):
     taught = np.concatenate([FED[:, 1:], TARGET[:, -1:]], axis=1)
     np.testing.assert_allclose(model.forced(params, READ, LENGTH, taught), expected, rtol=0, atol=1e-4)
     returned = written_by_us(model, params, theirs, tmp_path / "ours")
-    np.testing.assert_allclose(their_logits(returned.double()), expected, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        their_seq2seq_logits(returned.double(), READ, FED), expected, rtol=0, atol=1e-9
+    )
 
 
 def written_by_us(model, params, theirs, folder):

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from shapes import LENGTH, SOURCE, TARGET
 from tiny_models import in_blocks, prefilled
 
+from speccascade_jax.commands import decode
 from speccascade_jax.core.protocols import LanguageModel
 from speccascade_jax.models.members import Network
 
@@ -25,6 +27,17 @@ def reference(network, params, text):
     """Each member's logits after every token of `text`, without a cache of several blocks."""
     target = np.pad(text[:, 1:], ((0, 0), (0, 1)))
     return [np.asarray(x) for x in jax.jit(network.forced_members)(params, SOURCE, LENGTH, target)]
+
+
+def check_shared(network):
+    """The parameters around a full model's hold those themselves. Returns all of them by their path."""
+    full = network.full.init(0)
+    params = network.around(full, 0)
+    assert jax.tree.structure(params) == jax.tree.structure(network.abstract_params())
+    mine = dict(nnx.to_flat_state(params))
+    for path, value in nnx.to_flat_state(full):
+        assert mine["verifier", *path].get_value() is value.get_value()
+    return mine
 
 
 def check_members(network, params, writes_for):
@@ -122,3 +135,12 @@ def check_rows(network, params):
 def products(function, *arguments):
     """How many matrix products a program has."""
     return jax.jit(function, static_argnums=3).lower(*arguments, SIZE).as_text().count("dot_general")
+
+
+def check_lossless_texts(flags, capsys):
+    """From the command line the pair writes at temperature 0 what its verifier writes alone."""
+    texts = []
+    for method in ("speculative", "verifier"):
+        assert decode.main([*flags, f"--method={method}", "--temperature=0"]) == 0
+        texts.append(capsys.readouterr().out.splitlines()[:2])
+    assert texts[0] == texts[1]

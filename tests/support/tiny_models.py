@@ -48,6 +48,30 @@ def in_blocks(model, params, tokens, sizes, cache):
     return np.concatenate(logits, axis=1), cache
 
 
+def randomized(theirs):
+    """transformers' model with normal numbers as its weights, ready to be read."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.25)
+    return theirs.eval()
+
+
+def their_seq2seq_logits(theirs, sources, fed):
+    """[B, T, V] of transformers' encoder-decoder after each of `fed`, a row at a time: none is padded."""
+    torch, rows = pytest.importorskip("torch"), []
+    for source, length, tokens in zip(sources, LENGTH, fed, strict=True):
+        with torch.no_grad():
+            output = theirs(
+                input_ids=torch.tensor(source[None, :length].astype(np.int64)),
+                attention_mask=torch.ones((1, int(length)), dtype=torch.long),
+                decoder_input_ids=torch.tensor(tokens[None].astype(np.int64)),
+                decoder_attention_mask=torch.ones((1, len(tokens)), dtype=torch.long),
+            )
+        rows.append(output.logits[0].numpy())
+    return np.stack(rows)
+
+
 PROMPTS = np.random.default_rng(2).integers(2, 97, (100, 20)).astype(np.int32)
 PROMPT_LENGTHS = np.random.default_rng(3).integers(1, 21, 100).astype(np.int32)
 
