@@ -57,11 +57,6 @@ def test_its_first_cell_installs_the_clone_or_a_wheel(monkeypatch, tmp_path):
     assert installed(monkeypatch, tmp_path, colab=colab) == "speccascade_jax-1-py3-none-any.whl"
 
 
-def coloured(page):
-    """The (colour, text) of the displayed tokens."""
-    return re.findall(r'<span style="color:(#[^"]+)">(.*?)</span>', page)
-
-
 @pytest.mark.full
 def test_it_runs(monkeypatch, capsys):
     displayed = []
@@ -80,9 +75,6 @@ def test_it_runs(monkeypatch, capsys):
     shown = "\n".join(re.findall(r"```text\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
     assert shown.splitlines() == said.splitlines()  # its page is not stale
     [page] = displayed
-    now, then = coloured(page), coloured(PAGE.read_text(encoding="utf-8"))
-    assert [text for _, text in now] == [text for _, text in then]
-    # On another CPU a near tie can fall the other way: a proposed token becomes a correction, or the reverse.
-    assert sum(a != b for a, b in zip(now, then, strict=True)) <= 3
-    assert {shared["COLOURS"]["draft"], shared["COLOURS"]["correction"]} <= dict(now).keys()
+    assert page in PAGE.read_text(encoding="utf-8")
+    assert shared["COLOURS"]["draft"] in page and shared["COLOURS"]["correction"] in page
     assert shared["curve"][-1] > shared["curve"][0] >= 1 and len(shared["curve"]) == len(shared["ALPHAS"])
