@@ -2,7 +2,8 @@
 window.MathJax = {
   tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]], processEscapes: true, processEnvironments: true },
   options: { ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex" },
-  // `document$` announces the first page, too. Typeset twice, a formula holds a second one for screen readers.
+  // `document$` also announces the first page. If MathJax typeset it at startup as well, a screen reader would read
+  // every formula twice.
   startup: { typeset: false, ready: () => (MathJax.startup.defaultReady(), document$.subscribe(typeset)) },
 };
 

@@ -30,7 +30,7 @@ def reference(network, params, text):
 
 
 def check_shared(network):
-    """The parameters around a full model's hold those themselves. Returns all of them by their path."""
+    """A network built around a full model holds that model's arrays, not copies. Returns its parameters by path."""
     full = network.full.init(0)
     params = network.around(full, 0)
     assert jax.tree.structure(params) == jax.tree.structure(network.abstract_params())
@@ -138,7 +138,7 @@ def products(function, *arguments):
 
 
 def check_lossless_texts(flags, capsys):
-    """From the command line the pair writes at temperature 0 what its verifier writes alone."""
+    """At temperature 0, decode.py writes the same text with the pair as with its verifier alone."""
     texts = []
     for method in ("speculative", "verifier"):
         assert decode.main([*flags, f"--method={method}", "--temperature=0"]) == 0

@@ -49,7 +49,7 @@ def in_blocks(model, params, tokens, sizes, cache):
 
 
 def randomized(theirs):
-    """transformers' model with normal numbers as its weights, ready to be read."""
+    """A model of transformers in evaluation mode, its weights replaced by normal random numbers."""
     torch = pytest.importorskip("torch")
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -58,7 +58,8 @@ def randomized(theirs):
 
 
 def their_seq2seq_logits(theirs, sources, fed):
-    """[B, T, V] of transformers' encoder-decoder after each of `fed`, a row at a time: none is padded."""
+    """Logits [B, T, V] of an encoder-decoder of transformers after each token of `fed`. Rows are run one by one,
+    so that no source is padded."""
     torch, rows = pytest.importorskip("torch"), []
     for source, length, tokens in zip(sources, LENGTH, fed, strict=True):
         with torch.no_grad():
