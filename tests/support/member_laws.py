@@ -30,7 +30,7 @@ def reference(network, params, text):
 
 
 def check_shared(network):
-    """A network built around a full model holds that model's arrays, not copies. Returns its parameters by path."""
+    """A network around a full model holds that model's arrays, not copies. Returns its parameters by path."""
     full = network.full.init(0)
     params = network.around(full, 0)
     assert jax.tree.structure(params) == jax.tree.structure(network.abstract_params())

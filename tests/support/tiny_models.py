@@ -58,7 +58,7 @@ def randomized(theirs):
 
 
 def their_seq2seq_logits(theirs, sources, fed):
-    """Logits [B, T, V] of an encoder-decoder of transformers after each token of `fed`. Rows are run one by one,
+    """Logits [B, T, V] of an encoder-decoder of transformers after each token of `fed`. Rows run one by one,
     so that no source is padded."""
     torch, rows = pytest.importorskip("torch"), []
     for source, length, tokens in zip(sources, LENGTH, fed, strict=True):
