@@ -190,9 +190,20 @@ def token_probs(
     probs = jax.nn.softmax(scaled, axis=-1)
     for truncation, value, bound in values.values():
         if not truncation.logits:
+            probs = computed_once(probs)
             inside = renormalized(probs, truncation.keep(probs, value, bound))
             probs = jnp.where(value == truncation.off, probs, inside)
     return jnp.where(greedy, best, probs)
+
+
+def computed_once(x: Array) -> Array:
+    """`x` as an array that XLA computes once for all of its uses.
+
+    XLA may recompute an array in each fusion that reads it, with different rounding. A threshold found in one
+    copy can then lie above every entry of another, which leaves a truncation without tokens. This happened on
+    an H100, with `opt` and top-p.
+    """
+    return lax.optimization_barrier(x)
 
 
 def likeliest(logits: Float[Array, "*B V"], k: Any, bound: int | None) -> Bool[Array, "*B V"]:
@@ -205,7 +216,10 @@ def likeliest(logits: Float[Array, "*B V"], k: Any, bound: int | None) -> Bool[A
         inside = jnp.broadcast_to(jnp.arange(number) < k, order.shape)
         return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, inside, axis=-1, inplace=False)
 
-    return lax.platform_dependent(cpu=ranked, default=lambda: largest(jax.nn.softmax(logits), 1, k))
+    def thresholded() -> Bool[Array, "*B V"]:
+        return largest(computed_once(jax.nn.softmax(logits)), 1, k)
+
+    return lax.platform_dependent(cpu=ranked, default=thresholded)
 
 
 def nucleus(probs: Float[Array, "*B V"], mass: Any, bound: None) -> Bool[Array, "*B V"]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recomputation import recomputed
 from toys import CUTS, transform
 
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, largest, token_probs
@@ -83,6 +84,29 @@ def test_a_mass_that_underflows_keeps_the_likeliest_token(mass):
     for value in (mass, jnp.float32(mass)):
         probs = jax.jit(token_probs)(logits, SamplingOptions(1.0, top_p=value))
         np.testing.assert_allclose(probs, [[0, 1, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.3}, {"top_p": 1e-9}, {"min_p": 1.0}])
+def test_a_truncation_keeps_a_token_however_probabilities_are_rounded_anew(truncation):
+    """On a GPU, no entry of one copy of the probabilities reached the threshold found in another copy."""
+    options = SamplingOptions(1.0, **truncation)
+    expected = token_probs(jnp.asarray(LOGITS), options)
+    for seed in range(4):
+        probs = recomputed(lambda x: token_probs(x, options), LOGITS, seed=seed)
+        np.testing.assert_allclose(probs, expected, atol=1e-5)
+
+
+def test_the_most_likely_tokens_are_kept_however_probabilities_are_rounded_anew(monkeypatch):
+    """Off CPUs, top-k finds its threshold in probabilities, too."""
+
+    def off_cpus(*_, default, **others):
+        return default()
+
+    monkeypatch.setattr("jax.lax.platform_dependent", off_cpus)
+    options = SamplingOptions(1.0, top_k=1)
+    for seed in range(4):
+        probs = recomputed(lambda x: token_probs(x, options), LOGITS, seed=seed)
+        np.testing.assert_allclose(probs, np.eye(12)[LOGITS.argmax(-1)], atol=1e-5)
 
 
 def test_top_k_and_top_p_break_ties_by_id():
