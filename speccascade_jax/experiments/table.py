@@ -272,17 +272,17 @@ LOSSES = tuple(
             divergences=("kl", "tv", "lk", "lk_hybrid", "kl_to_lk"),
             rules=(("speculative", 0.0), ("opt", 0.1)),
             seeds=3,
-            steps=1000,
-            batch_tokens=4096,
+            steps=steps,
+            batch_tokens=tokens,
             learning_rate=0.02,
             block_size=size,
             inputs=400,
         ),
     )
-    for config, what, size in (
-        ("demo", "the translation pair", 5),
-        ("e2e", "the data-to-text pair", 7),
-        ("word_problems", "word problems", 8),
+    for config, what, size, steps, tokens in (
+        ("demo", "the translation pair", 5, 1000, 4096),
+        ("e2e", "the data-to-text pair", 7, 1000, 4096),
+        ("word_problems", "word problems", 8, 400, 2048),
     )
 )
 ADAPTIVE = tuple(
