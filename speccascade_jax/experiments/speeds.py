@@ -34,6 +34,7 @@ class Lossless:
     method: str = "speculative"
     least_source: int = 20  # least tokens of an input
     split: str = "test"
+    suffix: str = ""  # of the names of its tables and its picture
 
     def check(self) -> None:
         check_pair(pair(self.config), self.split)
@@ -65,7 +66,10 @@ class Lossless:
                     (size, ratio) for size, ratio in ratios.items() if isinstance(size, int)
                 ]
         picture = plots.lines(curves, "Block size", "Times as fast as the verifier alone", level=1.0)
-        return Findings({"speeds": self._speeds(speeds), "calls": self._calls(calls)}, {"lossless": picture})
+        tables = {"speeds": self._speeds(speeds), "calls": self._calls(calls)}
+        return Findings(
+            {name + self.suffix: shown for name, shown in tables.items()}, {"lossless" + self.suffix: picture}
+        )
 
     def _decoders(self, batch_size: int) -> dict[Any, DecodeConfig]:
         """(temperature, dtype, a model or a block size) -> decoder."""

@@ -35,7 +35,7 @@ class Sweep:
     config: str
     methods: tuple[str, ...]
     alphas: tuple[float, ...]
-    block_sizes: tuple[int, ...]
+    block_sizes: tuple[Any, ...]
     temperatures: tuple[float, ...]
     top_ps: tuple[float, ...] = (1.0,)  # 1 keeps all tokens
     truncations: tuple[str, ...] = ("top_p",)  # the truncated verifiers to compare with

@@ -7,7 +7,7 @@ from speccascade_jax.experiments.findings import Experiment
 
 TRADED: dict[str, Any] = {
     "methods": ("speculative", "lossy", "token_v3", "opt", "diff", "cactus", "relaxed"),
-    "alphas": (0.0, 0.1, 0.3, 0.5, 0.7),
+    "alphas": (0.0, 0.1, 0.3, 0.5),
     "temperatures": (0.0, 0.5, 1.0),
     "top_ps": (1.0, 0.5),
     "timed": 24,
@@ -16,19 +16,26 @@ TRADED: dict[str, Any] = {
 }
 """The settings that all trade-offs share."""
 
+LOSSLESS: dict[str, Any] = {
+    "config": "demo",
+    "block_sizes": (3, 5, 7, 9, "adaptive"),
+    "temperatures": (0.0, 1.0),
+    "dtypes": ("float32", "bfloat16"),
+    "trials": 3,
+}
+"""The settings that the speeds of lossless decoding share."""
+
 LOSSLESS_SPEEDS = Experiment(
+    "lossless-speeds",
+    "How many times as fast as the verifier lossless decoding is at batch size 1, by dtype and block size.",
     "lossless",
-    "How many times as fast as the verifier lossless decoding is, by dtype, block size and batch size.",
+    speeds.Lossless(batch_sizes=(1,), timed=96, **LOSSLESS),
+)
+LOSSLESS_BATCHES = Experiment(
+    "lossless-batches",
+    "How many times as fast as the verifier lossless decoding is at batch size 16, by dtype and block size.",
     "lossless",
-    speeds.Lossless(
-        config="demo",
-        block_sizes=(3, 5, 7, 9, "adaptive"),
-        temperatures=(0.0, 1.0),
-        dtypes=("float32", "bfloat16"),
-        batch_sizes=(1, 16),
-        timed=96,
-        trials=3,
-    ),
+    speeds.Lossless(batch_sizes=(16,), timed=32, suffix="-batches", **LOSSLESS),
 )
 WHOLE_RUNS = Experiment(
     "whole-runs",
@@ -121,7 +128,15 @@ TRANSLATION = Experiment(
     "trade-offs-translation",
     "The trade-offs of the rules on the shipped translation pair, with and without truncation.",
     "trade-offs",
-    sweeps.TradeOff(config="demo", block_sizes=(5,), inputs=400, picture="tradeoff", **TRADED),
+    sweeps.TradeOff(
+        config="demo",
+        block_sizes=("adaptive",),
+        inputs=300,
+        split="test",
+        picture="tradeoff",
+        **TRADED
+        | {"methods": ("speculative", "lossy", "token_v3", "opt", "cactus"), "temperatures": (0.0, 1.0)},
+    ),
 )
 DATA_TO_TEXT = Experiment(
     "trade-offs-e2e",
@@ -381,6 +396,7 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         LOSSLESS_SPEEDS,
+        LOSSLESS_BATCHES,
         WHOLE_RUNS,
         BLOCK_CALLS,
         BLOCK_EXPECTED,

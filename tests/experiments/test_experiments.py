@@ -190,10 +190,10 @@ def test_a_rule_without_the_verifiers_quality_is_marked(made_by_hand, tmp_path):
 
 def test_speeds_are_those_of_the_decoders(made_by_hand, tmp_path):
     """A call of block size b yields b + 1 tokens in the time of one: that many times as fast."""
-    measurement, result = found("lossless", tmp_path, {**SMALL, "choices": None})
+    measurement, result = found("lossless-speeds", tmp_path, {**SMALL, "choices": None})
     for key, value in (("speeds", "{0:.2f} ({0:.2f} to {0:.2f})"), ("calls", "{0:.2f}")):
         table = result.tables[key]
-        assert len(table["rows"]) == 2 * 2 * 2
+        assert len(table["rows"]) == 2 * 2  # a row for each temperature and dtype
         for size in (size for size in measurement.block_sizes if isinstance(size, int)):
             column = table["columns"].index(f"block size {size}")
             assert {row[column] for row in table["rows"]} == {value.format(size + 1)}
