@@ -110,8 +110,8 @@ def grid(
     verifications: Sequence[str] | None = None,
     alphas_after: Sequence[float] | None = None,
 ) -> list[Settings]:
-    """Every point once, with the two models alone first at each temperature and top-p. Other fields are those
-    of `base`. Without truncation, the grid also contains the verifier and the LOSSLESS methods at all values
+    """Every point once, with the two models alone first at each temperature and top-p. At temperature 0, where
+    no truncation changes a text, only the first top-p appears. Other fields are those of `base`. Without truncation, the grid also contains the verifier and the LOSSLESS methods at all values
     of the `truncations`, with the first of the `verifications`.
 
     alphas (by default tenths, and those `between` of the method's Sweep) are multiplied by the Sweep's
@@ -131,6 +131,8 @@ def grid(
         twice = next(method for method in methods if methods.count(method) > 1)
         raise FieldError("methods", twice, "name it once.", f"--methods names {twice!r} twice")
     for temperature, top_p in itertools.product(temperatures, top_ps):
+        if temperature == 0 and top_p != top_ps[0]:
+            continue
         changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
         chosen = dataclasses.replace(base, **changes)
         points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
@@ -141,7 +143,7 @@ def grid(
             points |= dict.fromkeys(_points_of(settings, rule, alphas, block_sizes, ways, alphas_after))
         if temperature > 0 and top_p is None:
             points |= dict.fromkeys(_truncated(chosen, truncations, block_sizes, ways[0]))
-    for point in points:
+    for point in (*points, *(dataclasses.replace(base, top_p=top_p) for top_p in top_ps)):
         point.check(10**9, known=known)  # the vocabulary size is unknown before the models are loaded
     return list(points)
 

@@ -65,6 +65,15 @@ def test_no_point_is_always_timed_after_the_same_one(tmp_path):
     assert len({two for r in rounds for two in pairwise(r)}) > size  # a rotation has no more
 
 
+def test_truncations_appear_once_at_temperature_zero():
+    """They change no text there; their values are checked all the same."""
+    points = grid(BASE, ["opt"], [0.1], [2], [0.0, 1.0], [None, 0.5])
+    assert {(point.temperature, point.top_p) for point in points} == {(0.0, None), (1.0, None), (1.0, 0.5)}
+    with pytest.raises(FieldError) as refused:
+        grid(BASE, ["opt"], [0.1], [2], [0.0], [None, 0.0])
+    assert refused.value.field == "top_p"
+
+
 @pytest.mark.full
 def test_a_sweep_compiles_once_a_method_and_block_size(tmp_path):
     """However many leniences, temperatures and values of top-p it has."""
