@@ -110,9 +110,10 @@ def grid(
     verifications: Sequence[str] | None = None,
     alphas_after: Sequence[float] | None = None,
 ) -> list[Settings]:
-    """Every point once, with the two models alone first at each temperature and top-p. At temperature 0, where
-    no truncation changes a text, only the first top-p appears. Other fields are those of `base`. Without truncation, the grid also contains the verifier and the LOSSLESS methods at all values
-    of the `truncations`, with the first of the `verifications`.
+    """Every point once, with the two models alone first at each temperature and top-p. At temperature 0, only
+    the first top-p appears, since truncation changes no text. Other fields are those of `base`. Without
+    truncation, the grid also contains the verifier and the LOSSLESS methods at all values of the
+    `truncations`, with the first of the `verifications`.
 
     alphas (by default tenths, and those `between` of the method's Sweep) are multiplied by the Sweep's
     `scale`, and those in [0, 1] are clipped to the method's range. The same applies to alphas_after, the
@@ -131,8 +132,6 @@ def grid(
         twice = next(method for method in methods if methods.count(method) > 1)
         raise FieldError("methods", twice, "name it once.", f"--methods names {twice!r} twice")
     for temperature, top_p in itertools.product(temperatures, top_ps):
-        if temperature == 0 and top_p != top_ps[0]:
-            continue
         changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
         chosen = dataclasses.replace(base, **changes)
         points |= dict.fromkeys(alone(chosen, model) for model in SINGLE_MODEL)
@@ -143,9 +142,9 @@ def grid(
             points |= dict.fromkeys(_points_of(settings, rule, alphas, block_sizes, ways, alphas_after))
         if temperature > 0 and top_p is None:
             points |= dict.fromkeys(_truncated(chosen, truncations, block_sizes, ways[0]))
-    for point in (*points, *(dataclasses.replace(base, top_p=top_p) for top_p in top_ps)):
+    for point in points:
         point.check(10**9, known=known)  # the vocabulary size is unknown before the models are loaded
-    return list(points)
+    return [point for point in points if point.temperature > 0 or point.top_p == top_ps[0]]
 
 
 def _check_lists(
