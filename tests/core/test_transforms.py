@@ -99,8 +99,8 @@ def test_a_truncation_keeps_a_token_however_probabilities_are_rounded_anew(trunc
 def test_the_most_likely_tokens_are_kept_however_probabilities_are_rounded_anew(monkeypatch):
     """Off CPUs, top-k finds its threshold in probabilities, too."""
 
-    def off_cpus(*_, default, **others):
-        return default()
+    def off_cpus(*arguments, default, **others):
+        return default(*arguments)
 
     monkeypatch.setattr("jax.lax.platform_dependent", off_cpus)
     options = SamplingOptions(1.0, top_k=1)

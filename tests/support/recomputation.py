@@ -8,8 +8,8 @@ import numpy as np
 
 ROUNDED = {"exp", "div", "reduce_sum", "cumsum"}
 """Operations whose result depends on how they are fused and in which order they add."""
-STORED = {"optimization_barrier", "while", "scan"}
-"""Operations whose result is computed once."""
+STORED = {"while", "scan"}
+"""Operations whose result is computed once, like that of an optimization barrier, even within a branch."""
 
 
 def primitives_of(equation: Any) -> set[str]:
@@ -48,7 +48,8 @@ def recomputed(function: Callable[..., jax.Array], *arguments: Any, seed: int) -
         )
         outputs = jax.core.eval_jaxpr(alone, [], *map(read, variables))
         held |= zip(equation.outvars, map(np.asarray, outputs), strict=True)
-        rounds = bool(primitives_of(equation) & ROUNDED) or not rounded.isdisjoint(variables)
-        if rounds and equation.primitive.name not in STORED:
+        names = primitives_of(equation)
+        rounds = bool(names & ROUNDED) or not rounded.isdisjoint(variables)
+        if rounds and equation.primitive.name not in STORED and "optimization_barrier" not in names:
             rounded |= set(equation.outvars)
     return read(program.jaxpr.outvars[0])
