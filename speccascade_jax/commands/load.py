@@ -49,6 +49,7 @@ from speccascade_jax.evaluation.losses import Killer, texts_of, under_kills
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
+from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning import simulation
 from speccascade_jax.scheduling.prompts import Request
@@ -56,6 +57,7 @@ from speccascade_jax.serving.engine import ROUNDS
 
 TIMED = 50  # the number of rounds whose median time is taken
 PASSES = 3  # the number of passes of each server over the texts
+FILE = "decode.py"  # what decodes the texts from a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,9 +261,9 @@ def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequ
         for server in servers.values():
             server.until_ready()
             texts = asyncio.run(texts_of(server.url, bodies, clients))
-        for _ in range(PASSES):
-            for number, server in servers.items():
-                loads.setdefault(number, []).append(asyncio.run(closed_loop(server.url, bodies, clients)))
+        for number in track([*servers] * PASSES, "throughput"):
+            url = servers[number].url
+            loads.setdefault(number, []).append(asyncio.run(closed_loop(url, bodies, clients)))
         for number, measured in loads.items():
             ratios = sorted(
                 a.tokens_per_second / b.tokens_per_second for a, b in zip(measured, loads[1], strict=True)
@@ -297,6 +299,8 @@ def load(arguments: Arguments) -> None:
         )
         screen.print(f"{name}: {', '.join(shown)}", soft_wrap=True)
 
+    if not arguments.by_load:
+        console(stderr=True).print("starting the servers: they compile for a minute or two")
     if arguments.by_load:
         figures = blocks_by_load(run, arguments.by_load, texts, screen.print)
     elif arguments.replicas is not None:
@@ -311,11 +315,7 @@ def measure_server(
     arguments: Arguments, run: DecodeConfig, texts: Sequence[str], bodies: Sequence[Body], say: Say
 ) -> None:
     """Measures the server, the loop of the decode command, a server with one row, and transformers."""
-
-    def body_of(number: int) -> Body:
-        return bodies[number % len(bodies)]
-
-    seconds, queue, alone = 60 * arguments.minutes, 2 * arguments.clients, Alone(run, arguments.rows, texts)
+    queue, alone = 2 * arguments.clients, Alone(run, arguments.rows, texts)
     with contextlib.ExitStack() as stack:
         server, single = (
             stack.enter_context(served(arguments.config, rows, queue)) for rows in (arguments.rows, 1)
@@ -327,40 +327,71 @@ def measure_server(
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
             asyncio.run(closed_loop(url, bodies[: arguments.clients], arguments.clients))
-        speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
-        for _ in range(PASSES):
+        rate, times = measure_throughput(alone, urls, bodies, arguments.clients, say)
+        measure_loads(alone, server, bodies, rate, times, 60 * arguments.minutes, queue, say)
+
+
+def measure_throughput(
+    alone: Alone, urls: dict[str, str], bodies: Sequence[Body], clients: int, say: Say
+) -> tuple[float, dict[str, float]]:
+    """Measures decoding from a file and each server in turn. Returns the saturated server's requests per
+    second, and Alone.times()."""
+    speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
+    for name in track([FILE, *urls] * PASSES, "throughput"):
+        if name == FILE:
             speeds.append(alone.tokens_per_second())
-            for name, url in urls.items():
-                spent = time.process_time()
-                loads.setdefault(name, []).append(asyncio.run(closed_loop(url, bodies, arguments.clients)))
-                if name == "saturated":
-                    cores.append((time.process_time() - spent) / loads[name][-1].seconds)
-        times = alone.times()
-        say("decode.py", {"tokens_per_second": median(speeds), **times, "clients_cores": median(cores)})
-        ours = [load.tokens_per_second for load in loads["saturated"]]
-        for name, measured in loads.items():
-            others = speeds if name == "saturated" else [load.tokens_per_second for load in measured]
-            ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
-            against = "decode.py" if name == "saturated" else "it"
-            say(
-                name,
-                merged(measured).summary()
-                | {f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]},
-            )
-        rate = median(load.requests_per_second for load in loads["saturated"])
-        for name, share in (("half_load", 0.5), ("load_90", 0.9)):
-            calm = asyncio.run(open_loop(server.url, body_of, share * rate, min(seconds, 60)))
-            rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
-            say(name, calm.summary() | rounds)
-            say(f"{name}, simulated", alone.simulated(times, queue, share * rate, min(seconds, 60)))
-        memory: list[float] = []
-        over = asyncio.run(
-            open_loop(
-                server.url, body_of, 1.2 * rate, seconds, watch=lambda: memory.append(server.megabytes())
-            )
+            continue
+        spent = time.process_time()
+        loads.setdefault(name, []).append(asyncio.run(closed_loop(urls[name], bodies, clients)))
+        if name == "saturated":
+            cores.append((time.process_time() - spent) / loads[name][-1].seconds)
+    times = alone.times()
+    say(FILE, {"tokens_per_second": median(speeds), **times, "clients_cores": median(cores)})
+    ours = [load.tokens_per_second for load in loads["saturated"]]
+    for name, measured in loads.items():
+        others = speeds if name == "saturated" else [load.tokens_per_second for load in measured]
+        ratios = sorted(a / b for a, b in zip(ours, others, strict=True))
+        against = FILE if name == "saturated" else "it"
+        say(
+            name,
+            merged(measured).summary()
+            | {f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]},
         )
-        say("load_120", over.summary() | {"megabytes": [round(size) for size in memory]})
-        say("load_120, simulated", alone.simulated(times, queue, 1.2 * rate, seconds))
+    return median(load.requests_per_second for load in loads["saturated"]), times
+
+
+def measure_loads(
+    alone: Alone,
+    server: Server,
+    bodies: Sequence[Body],
+    rate: float,
+    times: dict[str, float],
+    seconds: float,
+    queue: int,
+    say: Say,
+) -> None:
+    """Measures the server at shares of the rate that saturates it: latency at 50% and 90% for at most a
+    minute each, refusals at 120% for `seconds`, and memory."""
+    three_rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
+    for name, share in track([("half_load", 0.5), ("load_90", 0.9), ("load_120", 1.2)], "latency"):
+        duration = min(seconds, 60) if share < 1 else seconds
+        say(name, under_load(server, bodies, share * rate, duration) | three_rounds)
+        say(f"{name}, simulated", alone.simulated(times, queue, share * rate, duration))
+
+
+def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> dict[str, Any]:
+    """What clients see at this rate of requests per second, and the server's memory meanwhile."""
+    memory = list[float]()
+    measured = asyncio.run(
+        open_loop(
+            server.url,
+            lambda number: bodies[number % len(bodies)],
+            rate,
+            seconds,
+            watch=lambda: memory.append(server.megabytes()),
+        )
+    )
+    return measured.summary() | {"megabytes": [round(size) for size in memory]}
 
 
 def blocks_by_load(
