@@ -115,6 +115,7 @@ def test_tests_skipped_for_lack_of_time_are_reported():
     assert session(Cache(), late) == ["tests that did not begin in time: 3 (b.py, c.py)"]
 
 
+@pytest.mark.full(quick=["1-1 skipped"])
 @pytest.mark.parametrize("until,outcome", [(1, "1 skipped"), (2**40, "1 passed")])
 def test_no_test_begins_when_the_time_is_over(until, outcome, tmp_path):
     test = f"{__file__}::test_what_was_skipped_is_remembered_until_it_runs"

@@ -119,12 +119,13 @@ def written(t5_pair, foreign, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.full(quick=["sampler", "vocabulary"])
+@pytest.mark.full
 @pytest.mark.parametrize("entry", EXTENDED)
 def test_an_entry_in_one_file_decodes(written, entry):
     assert all(tokens for tokens, _ in written[entry])
 
 
+@pytest.mark.full
 def test_the_knob_of_a_rule_is_read(written):
     assert written["rule"] != written["impatient"]
 

@@ -279,7 +279,7 @@ def test_rows_depend_neither_on_batch_nor_on_slot(method):
     assert list(pair().stream("12", index=1, **options))[-1] == "".join(map(str, together[1]))
 
 
-@pytest.mark.full(quick=["token_cascade", "sequence", "bild"])
+@pytest.mark.full(quick=["sequence"])
 @pytest.mark.parametrize("method", BASELINES)
 def test_limits_equal_the_models_alone(method):
     """alpha 0: the verifier (or nearly); alpha 1: the drafter. Greedy, the whole API."""
@@ -293,6 +293,7 @@ def test_limits_equal_the_models_alone(method):
         assert tokens(method=method, alpha=0.0) == tokens(method="verifier")
 
 
+@pytest.mark.full
 def test_a_sweep_compiles_once():
     cascade = pair()
     for method in ("token_cascade", "oracle", "sequence"):

@@ -277,7 +277,7 @@ print((memory("VmHWM") - before) / sum(x.nbytes for x in jax.tree.leaves(params)
 """
 
 
-@pytest.mark.full(quick=["huggingface"])
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 def test_loading_takes_little_more_memory_than_the_parameters(to, tmp_path):

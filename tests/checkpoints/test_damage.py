@@ -255,6 +255,7 @@ def test_the_next_convert_removes_what_a_killed_one_left(intact, tmp_path):
     assert not (tmp_path / ".busy.1.unfinished").exists()
 
 
+@pytest.mark.full
 def test_an_output_that_cannot_be_written_leaves_nothing(intact, tmp_path, capsys):
     taken = tmp_path / "taken"
     taken.mkdir()

@@ -193,6 +193,7 @@ def test_truncation_is_optional_and_counted(t5_pair, tmp_path):
     assert json.loads(summary.read_text())["truncated"] == 1
 
 
+@pytest.mark.full
 def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     train_tokenizer(
@@ -230,6 +231,7 @@ def test_a_drafter_of_another_vocabulary(t5_pair, tmp_path, capsys, monkeypatch)
         check_about(errors[0], field, value)
 
 
+@pytest.mark.full
 def test_drafts_that_are_looked_up(t5_pair, inputs, tmp_path, monkeypatch):
     """The verifier's greedy texts, batched; what cannot follow such drafts is refused before the models are
     read."""

@@ -82,6 +82,7 @@ def test_decode(run, tmp_path, capsys):
     assert out.read_bytes() == before
 
 
+@pytest.mark.full
 def test_models_by_flag(run, t5_pair, capsys):
     pair = [str(t5_pair / name) for name in ("middle", "verifier")]
     assert decode.main([f"--config={run}", "--models", *pair, "--block-size", "2"]) == 0

@@ -327,6 +327,7 @@ def test_a_batch_may_be_larger_than_the_input(flags, folder):
     assert (folder / "1").read_bytes() == (folder / "100000").read_bytes()
 
 
+@pytest.mark.full
 def test_an_interrupt_while_modules_load_is_quiet(folder):
     """From the start of the script on; before that, Python handles interrupts."""
     codes = []

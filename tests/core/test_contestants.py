@@ -109,6 +109,7 @@ def kernel(name, k, alpha, prompt, steps):
     return tuple(text[1 + len(prompt) :])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(("relaxed",), ("relaxed_ratio",), among=[("relaxed",)]))
 def test_relaxed_acceptance_is_the_libraries_greedy_loop(name):
     """In one program per k, for every alpha."""
@@ -180,6 +181,7 @@ def relaxed_p_value(name, method, *, rows, k=TOP_K, alpha=0.3, temperature=1.0):
 # ---- Joint laws ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(("relaxed",), ("relaxed_ratio",), among=[("relaxed",)]))
 def test_the_law_of_k_likeliest_tokens(name, rows):
     method = METHODS[name].tuned(relaxed_top_k=TOP_K)

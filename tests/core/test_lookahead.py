@@ -66,6 +66,7 @@ def test_lookahead_follows_its_law(gamma, transform, rows):
     assert p_value(found, laws(gamma, options, mid_block)) < FAIL_BELOW  # the control: no law by prefix
 
 
+@pytest.mark.full
 def test_its_law_as_a_block(rows):
     """Rounds begin elsewhere than token by token, and so the law of a text is another one."""
     asked = {"tables": PLACES, "alpha": 0.35}

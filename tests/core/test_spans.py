@@ -69,7 +69,9 @@ def p_value(method="opt", *, rows=ROWS, seed=0, markers=None):
     return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(laws))
 
 
-@pytest.mark.parametrize("method", ["opt", "token_v3", pytest.param("mixture", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "method", ["opt", *(pytest.param(m, marks=pytest.mark.full) for m in ("token_v3", "mixture"))]
+)
 def test_joint_law(method):
     assert p_value(method) > FAIL_BELOW
 
@@ -82,11 +84,13 @@ def test_the_marker_matters():
     assert chi_square(tokens[which == 0], law) < 1e-12
 
 
+@pytest.mark.full
 def test_a_later_marker_ends_the_span_of_an_earlier():
     strict, lenient = LEVELS["opt"]
     assert p_value(markers=[((2,), (strict,)), ((1, 0), (lenient,))]) > FAIL_BELOW
 
 
+@pytest.mark.full
 def test_of_markers_that_end_together_the_last_of_the_table_decides():
     strict, lenient = LEVELS["opt"]
     assert p_value(markers=[((0,), (lenient,)), ((1, 0), (strict,))]) > FAIL_BELOW
@@ -115,6 +119,7 @@ def test_joint_law_of_three_models(methods, blocks, hand_over):
         assert chi_square(tokens[which == n], law) > FAIL_BELOW / 2
 
 
+@pytest.mark.full
 def test_joint_law_of_unlike_rows():
     """Rows with a span, without one, with other markers, another method and the other verification in a batch
     of one program: each follows its law. The control: the first of each way, without their marker."""

@@ -64,6 +64,7 @@ def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
     assert (np.asarray(after.emitted) == 12).all()
 
 
+@pytest.mark.full
 def test_every_part_takes_time():
     model, params = TableLM(4), (table(1, 4), table(2, 4))
     found = profiling.measure(

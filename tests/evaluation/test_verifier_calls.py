@@ -55,6 +55,7 @@ def test_an_invalid_ratio_is_refused(rows):
         pad_ratios(rows, 3, 2)
 
 
+@pytest.mark.full(quick=["2-lookahead"])
 @pytest.mark.parametrize("models,method", [(2, "lookahead"), (3, "lookahead+speculative")])
 def test_a_law_that_depends_on_the_round_is_refused(models, method):
     """Also that of the drafts of a lossless method."""

@@ -141,6 +141,7 @@ def folder(params, spiece, tmp_path_factory):
     return folder / "drafter"
 
 
+@pytest.mark.full
 def test_the_command_line_decodes_with_it(folder, capsys):
     """From a folder next to the verifier's; what it cannot do is one sentence."""
     flags = ["--max-source-length=16", "--max-new-tokens=8", "--text=Ein Zug"]

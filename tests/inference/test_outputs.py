@@ -304,6 +304,7 @@ for n in range(200):
 """
 
 
+@pytest.mark.full
 def test_lines_of_several_processes_are_all_written(path):
     path.write_text('{"half')
     begin = time.time()

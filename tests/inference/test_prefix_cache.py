@@ -96,6 +96,7 @@ def test_methods_share_the_prefix_cache(make, small_chunks, called):
         assert bool(called.count("cut")) == (number == 0) and called.count("put")
 
 
+@pytest.mark.full
 def test_another_instruction_finds_nothing(make, small_chunks, called):
     """The texts are the same, but their prefix differs."""
     bodies = ["0120120" + "012"[n % 3] for n in range(6)]

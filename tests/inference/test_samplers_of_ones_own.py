@@ -72,6 +72,7 @@ def test_it_decodes_as_the_method_that_makes_it(cascade):
     )
 
 
+@pytest.mark.full
 def test_rows_of_a_batch_may_differ_in_it(cascade):
     mixed = [
         Settings(method=Autoregressive(cascade.verifier)),
@@ -223,6 +224,7 @@ def test_what_it_can_do_is_asked_for_once_by_each_level_above(ask, member):
         assert 1 <= stub.times[member] <= 1 + levels
 
 
+@pytest.mark.full(quick=["opt-need"])
 @pytest.mark.parametrize("hand_over", ["need", "truncate"])
 @pytest.mark.parametrize("method", ["opt", "speculative"])
 def test_two_levels_above_it_leave_it_nothing_to_catch_up_on(method, hand_over):
@@ -251,6 +253,7 @@ def test_a_law_that_it_states_is_scored():
     np.testing.assert_allclose(scores, list(law.values()), atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_new_way_to_draft_is_an_entry(cascade, monkeypatch):
     """Of the table of what drafts: here every draft is the mean of both models."""
     way = DraftKind(lambda drafters: True, lambda drafters: Mean(drafters.model, cascade.verifier))

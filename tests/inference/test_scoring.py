@@ -101,6 +101,7 @@ def test_a_drafter_that_reads_its_verifiers_states_has_no_law_by_prefix(states, 
     assert states_law(hierarchy(shared.members[:1], [], []), [])
 
 
+@pytest.mark.full
 def test_a_hierarchy_that_says_it_states_its_law_does(full):
     """Of all pairs of methods; where neither has a law, none is stated."""
     kinds = {(method.lossless, method.by_prefix): name for name, method in METHODS.items()}
@@ -126,6 +127,7 @@ def test_a_hierarchy_that_says_it_states_its_law_does(full):
                 state_law(tokens)
 
 
+@pytest.mark.full(quick=["methods0"])
 @pytest.mark.parametrize("methods", [("lookahead", "speculative"), ("speculative", "speculative")])
 def test_a_lossless_method_has_its_verifiers_law_whatever_drafts(methods):
     """Also in a program of other methods, of which some have no law."""

@@ -223,6 +223,7 @@ def test_each_request_of_a_mixed_batch_writes_the_same_as_alone(cascade, batch_s
     assert max(len(o.tokens) for o, s in zip(together, settings, strict=True) if s.max_new_tokens) == 5
 
 
+@pytest.mark.full
 def test_a_method_object_is_a_method(cascade):
     """Under another name it writes what METHODS' own one does; of one's own it is followed."""
     options = {"alpha": 0.2, "temperature": 1.0}

@@ -84,7 +84,7 @@ def drafted(network, params, text, sizes, count):
     return np.asarray(drafter.extend(params, masked(text, BEGINS, count), cache)[0])
 
 
-@pytest.mark.full(quick=["4"])
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_drafts_are_those_of_the_committed_text(network, count):
     """However it was cut, and whatever was read and rolled back after it."""
@@ -218,6 +218,7 @@ def test_every_part_matters(network, part):
     assert np.abs(usual - other).max() > 1e-3 * np.abs(usual).max()
 
 
+@pytest.mark.full
 def test_the_verifier_is_the_plain_model_bit_for_bit(network):
     model, params = network
     check_full(model, params, "verifier", model.members[1])

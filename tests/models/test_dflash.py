@@ -107,6 +107,7 @@ def planted(wrong, right):
     return lambda *given: wrong(right, *given)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "place,name,wrong",
     [(dflash.DFlash, "remember", late), (dflash, "turns", turned_back), (dflash, "seen", forwards)],
@@ -189,6 +190,7 @@ def test_a_pair_is_served(gemma_vocabulary):
 # ---- folders --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_pair_is_decoded_from_two_folders(gemma_vocabulary, tmp_path, capsys):
     """From the command line; a drafter needs no tokenizer, and its longest draft is what it was made for."""
     for name, config, tokenizer in (

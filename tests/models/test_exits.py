@@ -66,6 +66,7 @@ def test_the_full_member_is_the_plain_model_bit_for_bit(network):
     check_full(model, params, "full", model.members[-1])
 
 
+@pytest.mark.full(quick=["gemma", "t5 1.0"])
 def test_an_exit_is_the_model_of_its_layers(network):
     """A plain model that has those layers and the exit's norm and head; an adapter is left out by zeros."""
     model, params = network

@@ -144,7 +144,7 @@ def test_a_pair_of_today_exports(name):
     assert float(stated) == pytest.approx(weights, abs=0.15)  # a drafter's head is cut to half of it here
 
 
-@pytest.mark.full(quick=["wmt_small_large"])
+@pytest.mark.full
 def test_exports_for_tpu_cuda_and_cpu(asked):
     arguments, static = asked
     exported = jax.export.export(generate, platforms=["tpu", "cuda", "cpu"])(*arguments, **static)
@@ -153,7 +153,7 @@ def test_exports_for_tpu_cuda_and_cpu(asked):
     assert "callback" not in exported.mlir_module()
 
 
-@pytest.mark.full(quick=["wmt_small_large"])
+@pytest.mark.full
 def test_one_decoding_loop_and_no_callback(asked):
     arguments, static = asked
     prompts = {"T5Model": 0, "DecoderModel": 2, "Member": 1}[type(arguments[0].verifier).__name__]

@@ -55,6 +55,7 @@ def tiny(request):
     return model, params
 
 
+@pytest.mark.full(quick=["gemma"])
 def test_append_and_chunk(tiny):
     model, params = tiny
     start = prefilled(model, params)
@@ -65,6 +66,7 @@ def test_append_and_chunk(tiny):
     np.testing.assert_allclose(parts, whole, atol=1e-5)
 
 
+@pytest.mark.full(quick=["gemma"])
 def test_rollback_with_ragged_lengths(tiny):
     model, params = tiny
     start = prefilled(model, params)
@@ -78,6 +80,7 @@ def test_rollback_with_ragged_lengths(tiny):
         np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=1e-5)
 
 
+@pytest.mark.full(quick=["t5"])
 def test_rows_are_independent(tiny):
     model, params = tiny
     together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
@@ -94,6 +97,7 @@ def test_vocabulary(tiny):
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.full(quick=["gemma"])
 def test_padding_does_not_matter(tiny):
     model, params = tiny
     _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 64)

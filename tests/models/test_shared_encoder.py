@@ -55,6 +55,7 @@ def own(number):
     return [number]
 
 
+@pytest.mark.full
 def test_both_members_obey_the_laws(network):
     check_members(*network, own)
 

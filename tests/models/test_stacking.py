@@ -98,7 +98,7 @@ def states_of(model, params, before):
     return jnp.concatenate(found, axis=2)
 
 
-@pytest.mark.full(quick=["qwen3"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_states_before_layers_are_what_the_layers_below_have_written(name):
     """In the order asked for, by whatever blocks; stacked or not."""

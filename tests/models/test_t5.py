@@ -52,6 +52,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full(quick=["table_a_layer"])
 def test_teacher_forcing_equals_decoding(tiny):
     model, params = tiny
     decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
@@ -84,6 +85,7 @@ def test_equal_tables_are_a_shared_table(shared):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.full(quick=["steps-bfloat16"])
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [[30], [1] * 30], ids=["block", "steps"])
 def test_bfloat16_is_float32_rounded(shared, sizes, cache_dtype):

@@ -147,6 +147,7 @@ def test_every_part_of_the_shape_matters(part, change, tiny):
     assert np.abs(found - usual).max() > 1e-3
 
 
+@pytest.mark.full(quick=["t5gemma2"])
 @pytest.mark.parametrize("config", [TINY_T5GEMMA, TINY_T5GEMMA2], ids=["t5gemma", "t5gemma2"])
 def test_tokens_in_parts_attend_as_all_at_once(config, monkeypatch):
     """Also to what was encoded, whose mask is the same for all tokens."""

@@ -186,6 +186,7 @@ def test_other_drafters_catch_up_too(models, t5_pair):
     assert [result.tokens for result in results] == [output.tokens for output in alone]
 
 
+@pytest.mark.full
 def test_a_row_that_keeps_its_block_size_writes_the_same_as_alone(cascade):
     """Tokens, origins and counts, in a batch with others whose sizes change; without that they change."""
     settings = [Settings(block_size=1 + n % 3, temperature=1.0, seed=7) for n in range(len(TEXTS))]

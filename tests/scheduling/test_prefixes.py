@@ -224,6 +224,7 @@ def test_planted_bugs_change_the_texts(planted, toys, monkeypatch):
     assert served(toys.programs, kept, toys.asked)[0] != toys.whole
 
 
+@pytest.mark.full
 def test_using_another_vocabularys_tokens_would_change_the_texts(foreign, monkeypatch):
     monkeypatch.setattr(chunks.Reader, "tokens", lambda self, request: request.tokens)
     assert served(foreign.programs, PrefixCache(10**6), foreign.asked)[0] != foreign.whole

@@ -77,6 +77,7 @@ def test_a_row_may_be_asked_for_more_than_the_batch_was_begun_with(programs, req
     assert [found[n] for n in (*first, *later)] == alone(programs, [*ordered[:6], *ordered[-6:]])
 
 
+@pytest.mark.full(quick=["t5-1"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_cancelled_request_changes_nothing_for_others(programs, requests, batch_size):
     expected = alone(programs, requests[:6])

@@ -106,7 +106,7 @@ def test_every_size_is_answered(toy, full):
     with serving(toy, max_queue=500) as (url, _):
 
         @settings(
-            max_examples=300 if full else 30,
+            max_examples=300 if full else 12,
             deadline=None,
             database=None,
             derandomize=True,

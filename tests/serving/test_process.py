@@ -124,6 +124,7 @@ def test_a_port_of_hundreds_of_digits_is_refused_in_a_sentence():
     assert error.value.field == "port" and len(str(error.value)) < 200
 
 
+@pytest.mark.full
 def test_sigterm_while_it_compiles_ends_it(served_config, tmp_path, make_server):
     """At once, and without an abort."""
     server = make_server(

@@ -1,5 +1,7 @@
 """Tiny models with random weights, ours and transformers', and how tests feed them."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,14 @@ import pytest
 from flax import nnx
 from shapes import LENGTH, SOURCE
 
+from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint, decoder, t5
 from speccascade_jax.checkpoints.families import MODEL_FAMILIES
 from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
+from speccascade_jax.training.preparation import prepare_tokenizer
 
 
 def random_checkpoint(config, seed=0):
@@ -30,6 +34,15 @@ def random_checkpoint(config, seed=0):
     flat = nnx.to_flat_state(model.abstract_params())
     params = nnx.from_flat_state([(path, x.replace(drawn(path, x))) for path, x in flat])
     return Checkpoint(model, params, None, "memory")
+
+
+def untrained(config, folder):
+    """A folder with the checkpoint that the runs of a training config begin with, and its tokenizer."""
+    prepare_tokenizer(config)
+    model = model_of(config.model)
+    start = Checkpoint(model, model.init(config.seed), Path(config.tokenizer), "memory")
+    checkpoints.save(folder, start, "native")
+    return folder
 
 
 def prefilled(model, params, max_length=64):

@@ -30,6 +30,7 @@ def test_a_template_that_loops_ends_in_time_and_serves_the_next(hurried):
     assert template.render(USER) == "Why?"
 
 
+@pytest.mark.full
 def test_waiting_behind_a_looping_template_is_bounded(hurried):
     template, began = ChatTemplate(WHERE_ASKED, {}), time.monotonic()
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from shapes import DECODERS, TINY_T5, TINY_T5GEMMA
+from tiny_models import untrained
 
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.divergences import DIVERGENCES
@@ -101,7 +102,7 @@ def overlap_with_pi(p, q, method, alpha):
     return np.minimum(pi, q).sum(-1)
 
 
-@pytest.mark.full(quick=["exits"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_drafter_learns_a_rules_pi(kind):
     """The first loss is -log of what the rule accepts, computed outside; later ones are smaller."""
@@ -117,7 +118,7 @@ def test_every_kind_of_drafter_learns_a_rules_pi(kind):
     assert student.loss(batch) < 0.95 * first
 
 
-@pytest.mark.full(quick=["exits"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["t5", "exits"])
 def test_the_schedule_counts_steps_not_batches(kind):
     """Three steps of two batches each: KL, the mean of both, LK; judged by LK."""
@@ -161,10 +162,9 @@ def test_the_loss_is_computed_in_float32():
 
 @pytest.fixture(scope="module")
 def base(number_words, tmp_path_factory):
-    """A config of a short run, and the run."""
+    """A config of a short run, and a checkpoint of its model."""
     config = dataclasses.replace(
         number_words,
-        output_dir=str(tmp_path_factory.mktemp("base") / "run"),
         model=dataclasses.replace(number_words.model, dropout_rate=0.0),
         export_dir=None,
         steps=20,
@@ -172,7 +172,7 @@ def base(number_words, tmp_path_factory):
         save_every=20,
         validation_examples=0,
     )
-    return config, train(config)
+    return config, untrained(config, tmp_path_factory.mktemp("base") / "teacher")
 
 
 @pytest.mark.full

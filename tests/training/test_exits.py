@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import random_checkpoint
+from tiny_models import random_checkpoint, untrained
 
 from speccascade_jax import checkpoints
 from speccascade_jax.config import ExitTraining, Task, TrainConfig
@@ -99,7 +99,7 @@ def member_losses(config, params, batch):
     return data, far
 
 
-@pytest.mark.full(quick=["drafter"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", FROZEN)
 def test_the_full_model_is_unchanged_bit_for_bit(name):
     """Only what the small members have of their own is trained, and they come closer to the full model."""
@@ -122,6 +122,7 @@ def test_the_full_model_is_unchanged_bit_for_bit(name):
     assert sum(x.size for x in jax.tree.leaves(state)) < 2 * own + 20  # no moments of what is not trained
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_the_loss_beside_a_frozen_model(share):
     """The members' mean of (1 - share) times the data's loss plus share times KL(full || member)."""
@@ -229,19 +230,9 @@ def test_weights_and_curricula():
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory, number_words):
-    """A run that has trained the plain full model a little."""
-    folder = tmp_path_factory.mktemp("exits")
-    config = dataclasses.replace(
-        number_words,
-        output_dir=str(folder / "full"),
-        model=T5,
-        export_dir=None,
-        steps=20,
-        save_every=20,
-        eval_every=20,
-        validation_examples=0,
-    )
-    return config, train(config)
+    """A config of runs, and a checkpoint of the plain full model."""
+    config = dataclasses.replace(number_words, model=T5, export_dir=None, validation_examples=0)
+    return config, untrained(config, tmp_path_factory.mktemp("exits") / "full")
 
 
 @pytest.mark.full

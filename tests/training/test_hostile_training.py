@@ -236,6 +236,7 @@ def test_another_checkpoint_is_not_trained_into(refused, t5_pair, tmp_path):
     assert {path.name: path.read_bytes() for path in (t5_pair / "drafter").iterdir()} == before
 
 
+@pytest.mark.full
 def test_an_unreachable_host_is_reported_at_once(toy, tmp_path):
     """Without TensorStore's own log, and before anything is made."""
     environment = os.environ | {"TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:9", "JAX_PLATFORMS": "cpu"}
@@ -278,6 +279,7 @@ def test_parameters_that_are_no_numbers_are_never_saved(toy, tmp_path, capsys):
     assert not [*(tmp_path / "run").glob("best/[0-9]*"), *(tmp_path / "run").glob("latest/[0-9]*")]
 
 
+@pytest.mark.full
 def test_a_run_has_one_process(toy, refused, tmp_path):
     with locked(tmp_path / "run"):
         assert names(refused()) == ("output_dir", str(tmp_path / "run"))

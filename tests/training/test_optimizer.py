@@ -50,6 +50,7 @@ def rms(x):
     return np.sqrt(np.mean(np.square(x)))
 
 
+@pytest.mark.full(quick=["decoder-only"])
 @pytest.mark.parametrize("family", MODELS)
 def test_muon_makes_the_updates_of_layers_orthogonal(family):
     """As large as Adam's in the long run, in proportion to their array; all other arrays are AdamW's."""

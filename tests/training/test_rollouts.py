@@ -39,6 +39,7 @@ def test_a_beginning_is_continued_as_by_the_cascade(source, request):
     assert continued(cascade, rows, begun) == [outputs[n].text for n, _ in begun]
 
 
+@pytest.mark.full
 def test_it_stops_where_the_cascade_would_have(t5_pair):
     cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_source_length=24, max_new_tokens=12)
     source = "the cat sings"

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from shapes import TINY_T5
 
 from speccascade_jax.config import Task, TrainConfig
@@ -43,6 +44,7 @@ def alike(x, y):
     return x @ y / np.sqrt((x @ x) * (y @ y))
 
 
+@pytest.mark.full
 def test_a_version_is_trained_as_if_alone():
     """Whatever the divergences and rules of the others, and the seed that it shares a program with."""
     config = TrainConfig(

@@ -354,6 +354,7 @@ def test_distillation_loss_is_a_masked_divergence():
     )
 
 
+@pytest.mark.full
 def test_texts_of_the_models_own_follow_its_law(number_words):
     """The first two tokens' frequencies against the enumerated distribution, and where a text ends."""
     shape = dataclasses.replace(number_words.model, vocab_size=5)
@@ -377,6 +378,7 @@ def test_texts_of_the_models_own_follow_its_law(number_words):
     assert ((seen - rows * law)[chance] ** 2 / (rows * law[chance])).sum() < 60  # 20 degrees: 1e-5
 
 
+@pytest.mark.full
 def test_on_policy_batches_are_learnt_from_the_teacher_alone(number_words):
     """A student that is its teacher has nothing to learn from its own texts; from the data it has."""
     config = dataclasses.replace(

@@ -91,7 +91,7 @@ def test_texts_are_cut_for_training_as_a_drafter_reads_them(spiece, other_spiece
     assert cut_as(target, target)(SENTENCES) == target.encode_batch(SENTENCES)
 
 
-@pytest.mark.full(quick=["auto"])
+@pytest.mark.full
 @pytest.mark.parametrize("vocabulary", ["auto", "union", "slrs"])
 def test_greedy_texts_are_the_verifiers(foreign, t5_pair, vocabulary, full):
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary=vocabulary, **LIMITS)

@@ -113,6 +113,7 @@ def foreign(tmp_path_factory):
     return folder / "model"
 
 
+@pytest.mark.full(quick=["0.0"])
 @pytest.mark.parametrize("stop_below", [0.0, slem.LEAST_CHANCE])
 def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monkeypatch):
     """With drafts as long as may be; and as they come: of one own token, so unsure is this drafter."""
@@ -180,6 +181,7 @@ def renumbered(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_the_drafter_drafts_from_the_text_that_it_has_read(renumbered, monkeypatch):
     """A drafter that is its verifier in other numbers is hardly ever rejected, up to the last round. (Where a
     text repeats itself, the place at which a draft goes on can be mistaken.)"""

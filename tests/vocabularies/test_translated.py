@@ -49,7 +49,7 @@ def p_value(pair, methods, alphas, block_sizes, rows, prompts=PROMPTS, law=None,
     "family,gamma",
     quick(
         *((family, gamma) for family in FAMILIES for gamma in (1, 2, 4)),
-        among=[("speculative", 2), ("opt", 1), ("token_v3", 4)],
+        among=[("speculative", 2), ("token_v3", 4)],
     ),
 )
 def test_a_foreign_drafter_follows_the_law(family, gamma, rows):
@@ -78,7 +78,7 @@ OTHER_PROMPTS = [(5,), (6, 1)]
 @pytest.mark.parametrize(
     "pair,family",
     [
-        pytest.param(LETTERS, "opt", id="letters-opt"),
+        pytest.param(LETTERS, "opt", id="letters-opt", marks=pytest.mark.full),
         pytest.param(PAIR, "token_v3", id="pieces-token_v3"),
         pytest.param(LETTERS, "speculative", id="letters-speculative", marks=pytest.mark.full),
         pytest.param(LETTERS, "token_v3", id="letters-token_v3", marks=pytest.mark.full),
@@ -187,7 +187,7 @@ def test_padding_rows_are_never_drafted():
     assert np.isfinite(logits[0, 0, :4]).all()
 
 
-@pytest.mark.full(quick=["opt"])
+@pytest.mark.full
 @pytest.mark.parametrize("method", FAMILIES)
 def test_identical_vocabularies_change_nothing(method):
     pair = Pair(own=PIECES)
@@ -457,7 +457,7 @@ def test_a_text_with_too_many_drafter_tokens_is_read_to_a_limit():
     np.testing.assert_allclose(again[0], expected[0, 2:6], atol=2e-5)
 
 
-@pytest.mark.full(quick=["gemma"])
+@pytest.mark.full
 @pytest.mark.parametrize("config", [TINY_T5, TINY_GEMMA], ids=["t5", "gemma"])
 def test_branches_are_read_as_each_text_by_itself(config):
     """A tree of texts after caches of ragged lengths: the logits of every node, and the cache as it was."""

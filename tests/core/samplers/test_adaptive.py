@@ -182,6 +182,7 @@ def test_a_row_learns_from_tested_tokens_only():
         assert hoped[row] == pytest.approx(sure, abs=1e-4)
 
 
+@pytest.mark.full(quick=["token_v3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_draft_ends_with_the_end_of_the_text(family):
     """Both models are sure of 2 after the prompt, and of the end after that: nothing is drafted behind it."""

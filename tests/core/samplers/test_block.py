@@ -108,6 +108,7 @@ def test_adaptive_blocks_keep_the_law(rows):
             assert p_value(texts, laws(family)) < FAIL_BELOW
 
 
+@pytest.mark.full(quick=["block"])
 @pytest.mark.parametrize("way", [TOKEN, BLOCK], ids=["token", "block"])
 def test_both_verifications_are_lossless(way, rows):
     sampler = cascade("speculative", verification=(TOKEN, BLOCK))
@@ -116,6 +117,7 @@ def test_both_verifications_are_lossless(way, rows):
     assert p_value(found, laws("speculative")) > FAIL_BELOW
 
 
+@pytest.mark.full
 def test_drafts_as_a_whole_have_a_law_of_their_own(rows, full):
     """Each place's target is the rule's, but rounds begin elsewhere than token by token: where a rule's
     target depends on the place, the law of a text is another one."""
@@ -187,6 +189,7 @@ class Dependent(Parallel):
         )
 
 
+@pytest.mark.full(quick=["Dependent"])
 @pytest.mark.parametrize("kind", [SeesDraft, Dependent])
 def test_drafts_that_are_no_draws_of_their_laws_are_seen(kind):
     drafter, verifier = NETWORK.members
@@ -216,6 +219,7 @@ class LateStates(TableBlock):
         return super().extend_member(0, params, tokens, late)[0], cache
 
 
+@pytest.mark.full(quick=["LateStates"])
 @pytest.mark.parametrize("kind", [StaleStates, LateStates])
 def test_states_of_another_position_are_seen(kind):
     """By a rule's law; a lossless one has its verifier's law whatever the drafter reads."""

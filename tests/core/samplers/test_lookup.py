@@ -155,6 +155,7 @@ def prompts_of(count, vocab, seed=0):
     return [rng.integers(0, vocab - 1, rng.integers(1, 24)).tolist() for _ in range(count)]
 
 
+@pytest.mark.full(quick=["None-5"])
 @pytest.mark.parametrize("start,size", [(None, 5), (0, 2)])
 def test_greedy_rounds_are_the_references(start, size):
     """Of 1,000 texts: what the verifier writes alone, in exactly the rounds that the reference counts."""
@@ -240,7 +241,7 @@ def chooser_of(method="speculative", size=3, vocab=4, start=None, **fields):
     "method,alpha,way,start",
     [
         pytest.param("speculative", 0.0, TOKEN, 0, marks=pytest.mark.full),
-        ("speculative", 0.0, BLOCK, None),
+        pytest.param("speculative", 0.0, BLOCK, None, marks=pytest.mark.full),
         ("token_v3", 0.5, TOKEN, None),
     ],
 )
@@ -264,6 +265,7 @@ def test_the_law_beside_a_drafter(method, alpha, way, start, rows, often):
     assert 0.02 * rounds < looked_up < 0.9 * rounds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("start", [None, pytest.param(0, marks=pytest.mark.full)])
 def test_greedy_choices_are_the_references(start, often):
     check_choices(start)
@@ -315,6 +317,7 @@ def one_position_late(monkeypatch):
     monkeypatch.setattr(lookup, "placed", late)
 
 
+@pytest.mark.full(quick=["one_position_late"])
 @pytest.mark.parametrize("plant", [past_the_committed_text, one_position_late])
 def test_a_planted_bug_shows_in_the_rounds(plant, monkeypatch):
     plant(monkeypatch)

@@ -63,7 +63,6 @@ def proposed(method, alpha, rows, logits, steps, verification=TOKEN, markers=Non
         among=[
             ("speculative", 0.0, TOKEN),
             ("token_v3", 0.4, TOKEN),
-            ("token_v3", 0.9, TOKEN),
             ("token_v3", 0.9, BLOCK),
         ],
     ),

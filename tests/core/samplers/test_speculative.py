@@ -98,6 +98,7 @@ def first_drafted(scores, alpha):
     return jnp.where(first, alpha * scores.q_sampled + (1 - alpha) * scores.p_sampled, scores.p_sampled), None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target,by_prefix", [(geometric, True), (first_drafted, False)])
 def test_a_new_entry_of_methods_is_held_against_its_own_target(target, by_prefix, monkeypatch):
     """And a target that gives no distribution is seen."""
