@@ -58,6 +58,7 @@ def ignores_its_room(monkeypatch):
     monkeypatch.setattr(token_cascade, "draft_while_confident", wrong)
 
 
+@pytest.mark.full
 def test_the_oracle_reads_the_models_own_distributions(monkeypatch, rows):
     """At a temperature at which they differ from the distributions that it samples from."""
     law = sequence_law(TABLES, ["diff"], [0.06], (1,), steps=STEPS, eos=EOS, temperature=0.5)

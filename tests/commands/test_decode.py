@@ -114,6 +114,7 @@ def test_an_interrupted_run_resumes_where_its_output_ends(t5_pair, inputs, tmp_p
     assert out.read_bytes() == whole
 
 
+@pytest.mark.full(quick=["json"])
 @pytest.mark.parametrize(
     "line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"], ids=["number", "fields", "json", "utf-8"]
 )

@@ -321,6 +321,7 @@ def test_a_large_alpha_warns_of_nothing(flags, folder, recwarn):
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
+@pytest.mark.full
 def test_a_batch_may_be_larger_than_the_input(flags, folder):
     for size in (1, 100_000):
         assert call("decode", *flags, "--input=in.txt", f"--output={size}", f"--batch-size={size}") == 0

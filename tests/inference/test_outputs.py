@@ -272,6 +272,7 @@ for work in (lambda: [file.add({"n": n}) for n in range(len(lines), 100)],
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_is_named_and_loses_no_line(path, tmp_path):
     """A limit on file sizes stops a write in the middle, like a full disk."""
     whole = tmp_path / "summary.json"

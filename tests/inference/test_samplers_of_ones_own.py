@@ -291,6 +291,7 @@ def ensemble(t5_pair, tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_a_config_names_it(ensemble, cascade, tmp_path, capsys):
     output = tmp_path / "out.jsonl"
     flags = ["--config", str(ensemble), "--output", str(output), "--dtype=float32"]

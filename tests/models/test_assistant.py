@@ -206,6 +206,7 @@ def test_a_pair_writes_the_texts_of_its_verifier(repaired, tmp_path):
     assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
 
 
+@pytest.mark.full
 def test_a_prompt_of_one_token_hides_what_is_in_the_buffers():
     """Nothing is committed yet that an assistant could read: its first draft is the same whatever the other
     rows' prompts have left there, and however long the buffers are."""

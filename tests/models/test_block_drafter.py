@@ -97,6 +97,7 @@ def test_drafts_are_those_of_the_committed_text(network, count):
         np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.full
 def test_verifier_and_drafter_take_turns(network):
     """Rounds with unlike rows: drafts, then other tokens than the drafted ones, of which few stand."""
     model, params = network
@@ -224,6 +225,7 @@ def test_the_verifier_is_the_plain_model_bit_for_bit(network):
     check_full(model, params, "verifier", model.members[1])
 
 
+@pytest.mark.full
 def test_nothing_is_copied():
     check_shared(model_of(CONFIG))
 
@@ -362,6 +364,7 @@ def test_texts_follow_their_law(family, alpha, rows):
 # Checkpoints
 
 
+@pytest.mark.full
 def test_a_drafter_is_shipped_next_to_its_verifier(tmp_path):
     original = random_checkpoint(CONFIG)
     verifier = Checkpoint(original.model.full, original.params["verifier"], None, "memory")

@@ -113,7 +113,7 @@ def test_an_adapter_matters():
     np.testing.assert_array_equal(a[2], b[2])
 
 
-@pytest.mark.full(quick=["t5"])
+@pytest.mark.full
 @pytest.mark.parametrize("config", NETWORKS.values(), ids=NETWORKS)
 def test_nothing_is_copied(config):
     """A network around a model has its arrays, and besides those what the exits have of their own."""
@@ -147,6 +147,7 @@ def test_nothing_is_copied(config):
     np.testing.assert_allclose(forced[0], expected[0], atol=1e-5)
 
 
+@pytest.mark.full(quick=["t5"])
 def test_a_prompt_is_read_once(network):
     model, params = network
     once = products(model.full.prefill, params["full"], SOURCE, LENGTH)
@@ -154,6 +155,7 @@ def test_a_prompt_is_read_once(network):
         assert products(member.prefill, params, SOURCE, LENGTH) == once > 10
 
 
+@pytest.mark.full(quick=["t5"])
 def test_a_member_runs_its_own_layers_only(network):
     model, params = network
     cache = prefilled(model, params)

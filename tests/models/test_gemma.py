@@ -84,6 +84,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full(quick=["change0", "change1"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -114,6 +115,7 @@ def test_transformers_reads_our_export(tiny, tmp_path):
     np.testing.assert_allclose(logits, their_logits(theirs), rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_bfloat16_is_float32_rounded(tiny):
     model, params = tiny
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -252,6 +254,7 @@ def test_deepminds_own_checkpoints(transposed, nested, kv_heads, tmp_path, monke
         checkpoints.load(tmp_path / "incomplete")
 
 
+@pytest.mark.full
 def test_long_prompts_need_bounded_temporaries(monkeypatch):
     """Attention that computes few scores at once gives the same, in less memory."""
     model = DecoderModel(TINY_GEMMA, chunk=128)

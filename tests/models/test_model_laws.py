@@ -193,7 +193,7 @@ KEPT = {
 }
 
 
-@pytest.mark.full(quick=["gemma"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_row_has_read_is_put_into_others(name):
     model = model_of(KEPT[name])

@@ -99,7 +99,7 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(
         close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
 
 
-@pytest.mark.full(quick=["gemma-1"])
+@pytest.mark.full
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU backend")
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("name", ["t5_1_1", "gemma"])

@@ -70,6 +70,7 @@ def test_rows_are_independent_and_can_be_replaced(network):
     check_rows(*network)
 
 
+@pytest.mark.full
 def test_the_verifier_is_the_plain_model_bit_for_bit(network):
     model, params = network
     check_full(model, params, "verifier", model.members[1])

@@ -230,6 +230,7 @@ def test_using_another_vocabularys_tokens_would_change_the_texts(foreign, monkey
     assert served(foreign.programs, PrefixCache(10**6), foreign.asked)[0] != foreign.whole
 
 
+@pytest.mark.full(quick=["False"])
 @pytest.mark.parametrize("planted", [False, True])
 def test_other_parameters_find_nothing(planted, toys, monkeypatch):
     """Two pairs of one shape share a cache; with the planted bug it does not tell them apart."""
@@ -251,6 +252,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(prompts, "WORTH", 1)
 
 
+@pytest.mark.full(quick=["4"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_shared_prefixes_of_a_file_are_read_once(rows, small_chunks, monkeypatch):
     sampler, params = pair()

@@ -309,6 +309,7 @@ def test_a_key_with_umlauts_is_compared_as_utf_8(toy):
             assert ask(url, {"prompt": "1"}, Authorization=header)[0] == status
 
 
+@pytest.mark.full
 def test_a_template_that_loops_leaves_health_alone(toy, monkeypatch):
     """It runs outside the event loop, and ends in time."""
     pytest.importorskip("jinja2")

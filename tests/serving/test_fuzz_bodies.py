@@ -102,6 +102,7 @@ def test_every_body_is_answered(path, toy, full):
     assert path.endswith("/chat/completions") or all(body in right for body in RIGHT)
 
 
+@pytest.mark.full
 def test_every_size_is_answered(toy, full):
     with serving(toy, max_queue=500) as (url, _):
 

@@ -133,6 +133,7 @@ def test_the_schedule_counts_steps_not_batches(kind):
     assert abs(kl - lk) > 0.1 * lk  # the control
 
 
+@pytest.mark.full
 def test_pi_is_held_while_the_drafter_learns():
     """The gradient is that of the divergence from a constant: pi reads the drafter, and has no gradient."""
     rng = np.random.default_rng(0)

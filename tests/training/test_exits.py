@@ -137,6 +137,7 @@ def test_the_loss_beside_a_frozen_model(share):
         np.testing.assert_allclose(total / count, mean, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_exits_learn_from_the_full_model_without_dropout():
     """A training step's loss is that of validation: what is learnt from has no noise."""
     config = run_of(FROZEN["adapters"])

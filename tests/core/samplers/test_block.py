@@ -239,6 +239,7 @@ def test_it_is_a_sampler_that_writes_as_much_as_there_is_room_for():
     assert sampler.width == GAMMA + 1 and sampler.plain(3) == {"model_passes": 3}
 
 
+@pytest.mark.full
 def test_rows_depend_on_nothing_but_themselves():
     """Limits and methods of other rows change nothing; who wrote what is told."""
     rules = METHODS["speculative"], METHODS["opt"]

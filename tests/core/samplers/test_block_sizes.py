@@ -120,6 +120,7 @@ def test_a_size_that_knows_what_is_drafted_next_is_detected(rows):
     assert p_value("opt", "token", rows, peeking) < FAIL_BELOW
 
 
+@pytest.mark.full
 def test_the_drafter_reads_all_that_was_written_without_it():
     """After rounds of no drafts its cache lacks their tokens, and then covers all but the last."""
     tokens, state = texts("speculative", "token", 64, lambda state, sampler: state.rows.start * 0)
