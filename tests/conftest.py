@@ -45,12 +45,12 @@ def pytest_addoption(parser):
 
 
 CHECKED = "core", "baselines", "models", "inference"
-"""Packages in which the shapes and dtypes of signatures are checked whenever a test calls or traces them.
-That takes a fifth of the quick suite's time. --rest goes without: it mostly repeats calls at other sizes."""
+"""Packages in which the shapes and dtypes of signatures are checked whenever a test calls or traces them, with
+--full only: the quick suite would take a tenth longer."""
 
 
 def pytest_configure(config):
-    if not config.getoption("--rest"):
+    if config.getoption("--full"):
         install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
     if not hasattr(config, "workerinput"):  # the one process that hears of all tests
         config.pluginmanager.register(Skips(config.cache))

@@ -272,7 +272,7 @@ def test_the_law_test_detects_a_wrong_cactus(monkeypatch):
     assert p_value(["cactus"], [0.1], [2], rows=20_000) < FAIL_BELOW
 
 
-@pytest.mark.full(quick=["likeliest_of_q"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "bug,alpha,temperature",
     [

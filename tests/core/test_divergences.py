@@ -144,7 +144,7 @@ def test_the_blend_weighs_by_real_tokens():
     )
 
 
-@pytest.mark.full(quick=["lk_hybrid"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_float32_stays_finite(name):
     """Overlaps below float32's least number, tokens without mass in either law, 262,144 tokens."""

@@ -188,7 +188,7 @@ def planted(wrong, right):
 @pytest.mark.parametrize(
     "place,name,wrong",
     [
-        (block_drafter.Drafter, "remember", late),
+        pytest.param(block_drafter.Drafter, "remember", late, marks=pytest.mark.full),
         (block_drafter, "seen", rejected),
         (block_drafter, "seen", missing_last),
     ],

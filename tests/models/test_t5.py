@@ -61,6 +61,7 @@ def test_teacher_forcing_equals_decoding(tiny):
     np.testing.assert_allclose(forced, stepped, rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_equal_tables_are_a_shared_table(shared):
     model, params = shared
     apart = T5Model(dataclasses.replace(TINY_T5, shared_position_bias=False))

@@ -85,6 +85,7 @@ def authorized(url, header):
         return int(answer.split()[1]) if answer else None
 
 
+@pytest.mark.full
 def test_any_bytes_as_a_key(toy, full, tmp_path):
     """A key of the file's is taken as UTF-8; anything else is refused, and nothing ends in a 500."""
     (tmp_path / "keys").write_text("\n".join(KEYS), "utf-8")
