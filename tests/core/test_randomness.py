@@ -34,6 +34,7 @@ def test_noise_depends_on_key_role_and_position_only():
     assert len(np.unique(np.stack(table))) == 3 * 2 * 2 * 10
 
 
+@pytest.mark.full
 def test_noise_of_rounds_depends_on_where_they_began_and_not_on_sizes():
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
     table = noise(keys, ((5, 3), (5, 3), (5,)), length=6).levels

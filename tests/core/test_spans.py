@@ -170,6 +170,7 @@ def test_joint_law_of_adaptive_blocks():
         assert chi_square(tokens[which == n], law) > FAIL_BELOW / 2
 
 
+@pytest.mark.full
 def test_greedy_texts_are_those_of_the_spans():
     """At temperature 0 the law is a single text; it is enumerated in float64."""
     strict, lenient = LEVELS["opt"]

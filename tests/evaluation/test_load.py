@@ -51,6 +51,7 @@ def test_a_closed_loop_counts_every_outcome(url):
     assert asyncio.run(closed_loop("http://127.0.0.1:9", bodies[:2], 2)).summary()["lost"] == 2
 
 
+@pytest.mark.full
 def test_an_open_loop_does_not_wait_for_answers(url):
     watched = []
     found = asyncio.run(

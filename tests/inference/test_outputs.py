@@ -217,6 +217,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.full
 def test_a_second_process_is_refused_until_the_first_is_dead(path):
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, path],

@@ -141,6 +141,7 @@ def test_rows_are_independent_and_can_be_replaced(network):
         np.testing.assert_allclose(found[place], alone[0], atol=1e-4)
 
 
+@pytest.mark.full
 def test_places_see_each_other_in_both_directions(network):
     """But no place sees one that is UNSEEN, and no committed token one after it: that would be judged."""
     model, params = network

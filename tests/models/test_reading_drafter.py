@@ -132,6 +132,7 @@ def test_it_writes_the_verifiers_texts(cascade, config):
     assert {"draft", "correction"} <= {origin for o in outputs for origin in o.origin}
 
 
+@pytest.mark.full
 def test_what_it_drafts_follows_the_verifiers_states(cascade):
     """Without them other drafts stand."""
 

@@ -4,6 +4,7 @@ import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from served_toys import ask, serving
 from variations import KEYS
 

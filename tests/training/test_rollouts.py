@@ -25,7 +25,7 @@ def laws(cascade, prompt, begun):
     return [np.exp(x) / np.exp(x).sum() for x in logits]
 
 
-@pytest.mark.full(quick=["t5_pair"])
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["t5_pair", "gemma_pair"])
 def test_a_beginning_is_continued_as_by_the_cascade(source, request):
     """Every beginning of a text that `opt` writes greedily, in one batch, ends as that text."""
