@@ -45,8 +45,8 @@ def pytest_addoption(parser):
 
 
 CHECKED = "core", "baselines", "models", "inference"
-"""Packages in which the shapes and dtypes of signatures are checked whenever a test calls or traces them: with
---full only, because that makes the quick suite a tenth longer."""
+"""Packages in which the shapes and dtypes of signatures are checked whenever tests call or trace them, with
+--full only, because it would make the quick suite a tenth longer."""
 
 
 def pytest_configure(config):
