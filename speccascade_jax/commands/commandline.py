@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import jax
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -302,8 +303,16 @@ def table_of(summary: dict[str, Any], title: str) -> Table:
 
 
 def whole_words(*columns: str, title: str) -> Table:
-    """A table that never truncates a word: on a narrow terminal, a long word continues on the next line."""
-    return Table(*(Column(name, overflow="fold") for name in columns), title=title, title_justify="left")
+    """A table that never truncates a word: on a narrow terminal, a long word continues on the next line. It
+    spends little width on lines, so that words are seldom cut."""
+    return Table(
+        *(Column(name, overflow="fold") for name in columns),
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def task_of(config: str, run: DecodeConfig, task: str | None, split: str, join: int | None) -> Task:

@@ -510,9 +510,9 @@ def show_runs(
     table = whole_words(
         "plan",
         "models",
-        "block sizes",
-        *(("measured", "speedup (quartiles)") if times else ()),
-        "predicted (ratio)",
+        "block\nsizes",
+        *(("measured", "speedup,\nquartiles") if times else ()),
+        "predicted,\nspeedup",
         title="ms per token, and speedup over the verifier alone",
     )
     whole = runs[ALONE][0].seconds_per_token
@@ -520,16 +520,16 @@ def show_runs(
         sizes = f"up to {settings.max_block_size}" if settings.adaptive else "-"
         measured, predicted = list[str](), "-"
         if name in plans:
-            sizes = ", ".join(map(str, plan.block_sizes)) or "-"
+            sizes = "\n".join(map(str, plan.block_sizes)) or "-"
             milliseconds = 1e3 * pace * plan.seconds_per_token
-            predicted = f"{milliseconds:.3f} ({whole / plan.seconds_per_token:.2f})"
+            predicted = f"{milliseconds:.3f}\n{whole / plan.seconds_per_token:.2f}"
         if times:
             seconds, (low, high) = times[name].per_token, times[name].speedup
             measured = [
                 f"{1e3 * seconds:.3f}",
-                f"{times[ALONE].per_token / seconds:.2f} ({low:.2f} to {high:.2f})",
+                f"{times[ALONE].per_token / seconds:.2f}\n{low:.2f} to {high:.2f}",
             ]
-        table.add_row(name, ", ".join(plan.models), sizes, *measured, predicted)
+        table.add_row(name, "\n".join(plan.models), sizes, *measured, predicted)
     screen.print(table)
     if times:
         screen.print(
