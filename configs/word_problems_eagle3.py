@@ -31,6 +31,7 @@ config = dataclasses.replace(
     exits=ExitTraining(frozen=True, ahead=5),
     distillation=1.0,
     steps=2000,
+    batch_tokens=4096,
     learning_rate=0.02,
     validation_examples=0,
 )

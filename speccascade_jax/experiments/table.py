@@ -224,6 +224,22 @@ BYTES = Experiment(
         dtype="float32",
     ),
 )
+HEAD = (("drafter", "runs/word_problems_eagle3@drafter"), ("verifier", "runs/word_problems_eagle3"))
+HEADS = Experiment(
+    "eagle-word-problems",
+    "Whether an EAGLE-3 head is faster than a separate drafter with as much training, on word problems.",
+    "eagle",
+    races.Race(
+        key="in-turn",
+        baseline="word_problems",
+        runners=tuple(
+            races.Runner("word_problems", size, changes) for changes in ((), HEAD) for size in (3, 5, 8, 12)
+        ),
+        temperatures=(0.0, 1.0),
+        timed=60,
+        trials=3,
+    ),
+)
 ROUTER = Experiment(
     "learned-rule",
     "Whether the learned rule is better than opt at the same calls.",
@@ -416,6 +432,7 @@ EXPERIMENTS = {
         HIERARCHIES,
         VOCABULARIES,
         BYTES,
+        HEADS,
         ROUTER,
         PRICED,
         MIXTURES,
