@@ -25,10 +25,12 @@ class Runner:
     config: str
     block_size: Any
     changes: tuple[tuple[str, Any], ...] = ()  # to fields of the config
+    label: str = ""  # describes the changes; default: their values
 
     @property
     def name(self) -> str:
-        return ", ".join([f"`{self.config}`", *(f"`{value}`" for _, value in self.changes)])
+        changes = [self.label] if self.label else [f"`{value}`" for _, value in self.changes]
+        return ", ".join([f"`{self.config}`", *changes])
 
     def run(self, **settings: Any) -> DecodeConfig:
         return pair(self.config, router=None, block_size=self.block_size, **settings, **dict(self.changes))

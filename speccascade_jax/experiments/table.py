@@ -232,8 +232,9 @@ HEADS = Experiment(
     races.Race(
         key="in-turn",
         baseline="word_problems",
-        runners=tuple(
-            races.Runner("word_problems", size, changes) for changes in ((), HEAD) for size in (3, 5, 8, 12)
+        runners=(
+            *(races.Runner("word_problems", size) for size in (3, 5, 8, 12)),
+            *(races.Runner("word_problems", size, HEAD, "EAGLE-3 head") for size in (3, 5, 8, 12)),
         ),
         temperatures=(0.0, 1.0),
         timed=60,
