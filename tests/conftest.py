@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 
 CHECKED = "core", "baselines", "models", "inference"
 """Packages in which the shapes and dtypes of signatures are checked whenever tests call or trace them, with
---full only, because it would make the quick suite a tenth longer."""
+--full only, because the quick suite has no time for it."""
 
 
 def pytest_configure(config):

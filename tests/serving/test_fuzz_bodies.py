@@ -103,11 +103,11 @@ def test_every_body_is_answered(path, toy, full):
 
 
 @pytest.mark.full
-def test_every_size_is_answered(toy, full):
+def test_every_size_is_answered(toy):
     with serving(toy, max_queue=500) as (url, _):
 
         @settings(
-            max_examples=300 if full else 12,
+            max_examples=300,
             deadline=None,
             database=None,
             derandomize=True,
