@@ -1,5 +1,5 @@
 import sys
 
-from speccascade_jax.commands import main
+from speccascade_jax.commands import launch
 
-sys.exit(main(["plan", *sys.argv[1:]]))
+launch(["plan", *sys.argv[1:]])

@@ -199,7 +199,7 @@ def test_allowed_imports_are_no_violations(path, source):
 
 
 def overgrown(path: Path) -> list[str]:
-    """What is wrong with a script: it calls commands.main with its own name, in a few lines."""
+    """What is wrong with a script: it calls commands.launch with its own name, in a few lines."""
     source = path.read_text()
     tree = ast.parse(source)
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -212,10 +212,10 @@ def overgrown(path: Path) -> list[str]:
     wrong = []
     if len(source.splitlines()) > SCRIPT:
         wrong.append(f"more than {SCRIPT} lines")
-    if called != {"main"} or path.stem not in strings:
-        wrong.append(f"calls something else than main([{path.stem!r}, ...])")
-    if sorted(imported) != ["from speccascade_jax.commands import main", "import sys"]:
-        wrong.append("imports something else than speccascade_jax.commands.main")
+    if called != {"launch"} or path.stem not in strings:
+        wrong.append(f"calls something else than launch([{path.stem!r}, ...])")
+    if sorted(imported) != ["from speccascade_jax.commands import launch", "import sys"]:
+        wrong.append("imports something else than speccascade_jax.commands.launch")
     return wrong
 
 

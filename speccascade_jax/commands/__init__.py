@@ -1,5 +1,6 @@
 """The commands of scripts/ and `speccascade`, one module per command."""
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -10,7 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 COMMANDS = {
     "new": "Set up your own task: write the configs of its two models from a file of examples.",
@@ -59,6 +60,28 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         return 130
+
+
+def launch(argv: list[str] | None = None) -> NoReturn:
+    """Runs main() as a process of its own, which exits with its code.
+
+    A process that was interrupted or terminated in the middle of a computation skips Python's finalization,
+    during which that computation would still use what is being freed: with libtpu installed this ends in a
+    segmentation fault, and the exit code is lost. What is registered with atexit runs in any case."""
+    stopped: list[int] = []
+    atexit.register(lambda: stopped and exit_now(stopped[0]))  # the first to register is the last to run
+    code = main(argv)
+    if code in (130, 143):
+        stopped.append(code)
+    sys.exit(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Ends the process once its output is written."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
 
 
 def overview() -> str:

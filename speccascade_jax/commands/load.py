@@ -97,7 +97,7 @@ class Server:
             [
                 sys.executable,
                 "-c",
-                "import sys; from speccascade_jax.commands import main; sys.exit(main())",
+                "from speccascade_jax.commands import launch; launch()",
                 "serve",
                 f"--config={config}",
                 "--port=0",

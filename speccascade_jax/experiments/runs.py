@@ -19,7 +19,7 @@ from speccascade_jax.evaluation.turns import described
 from speccascade_jax.experiments.findings import Bench, Findings, Table, check_pair, inputs_of, pair, table
 from speccascade_jax.inference.outputs import resume
 
-COMMAND = "import sys; from speccascade_jax.commands import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "from speccascade_jax.commands import launch; launch()"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,12 @@ def cascade(models):
 
 
 @pytest.mark.full(quick=["2-token_v3-3-block"])
-@pytest.mark.parametrize("way", VERIFICATIONS)
 @pytest.mark.parametrize(
-    "models,method,sizes", [(2, "speculative", 3), (2, "token_v3", 3), (3, "opt", (2, 3))]
+    "models,method,sizes,way",
+    [
+        *((2, method, 3, way) for method in ("speculative", "token_v3") for way in VERIFICATIONS),
+        (3, "opt", (2, 3), "block"),
+    ],
 )
 def test_as_many_calls_are_expected_as_are_counted(models, method, sizes, way):
     """Of a rule's texts too, and of a drafter that is a cascade; but not for another block size."""

@@ -44,9 +44,9 @@ from speccascade_jax.inference.text import Cascade
 quantization.TRANSPOSED_FROM = 64  # so that both layouts occur
 
 def outputs(cascade):
-    return [[output.tokens for output in cascade.generate({sentences}, batch_size=size, **options)]
-            for size in (1, 8) for options in ({{"method": "speculative"}},
-                            {{"method": "opt", "alpha": 0.1, "temperature": 1.0}})]
+    return [[output.tokens for output in cascade.generate({sentences}[:3 * size], batch_size=size, **options)]
+            for size, options in ((1, {{"method": "speculative"}}),
+                                  (8, {{"method": "opt", "alpha": 0.1, "temperature": 1.0}}))]
 
 def held(params, device):
     return sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
@@ -56,7 +56,7 @@ limits = dict(max_source_length=32, max_new_tokens=12, dtype={dtype!r})
 alone, shared = (Cascade.load(*{paths!r}, tensor_parallel=n, **limits) for n in (1, 8))
 share = held(shared.params[-1], jax.devices()[3]) / held(alone.params[-1], jax.devices()[0])
 first, second = outputs(alone), outputs(shared)
-assert first == second and first[0] != first[1]
+assert first == second and first[0] != first[1][:3]
 programs = [program.as_text() for made in shared.programs.values() for program in made.compiled.values()]
 assert sum("all-reduce" in program for program in programs if "while(" in program) > 1
 print(share)

@@ -1,7 +1,5 @@
 """Tiny models with random weights, ours and transformers', and how tests feed them."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.models import model_of
-from speccascade_jax.training.preparation import prepare_tokenizer
+from speccascade_jax.training.preparation import find_tokenizer
 
 
 def random_checkpoint(config, seed=0):
@@ -38,9 +36,8 @@ def random_checkpoint(config, seed=0):
 
 def untrained(config, folder):
     """A folder with the checkpoint that the runs of a training config begin with, and its tokenizer."""
-    prepare_tokenizer(config)
     model = model_of(config.model)
-    start = Checkpoint(model, model.init(config.seed), Path(config.tokenizer), "memory")
+    start = Checkpoint(model, model.init(config.seed), find_tokenizer(config), "memory")
     checkpoints.save(folder, start, "native")
     return folder
 
