@@ -1,6 +1,5 @@
 """Scores computed afterwards: their sums are the logarithms of the enumerated law."""
 
-import itertools
 from functools import partial
 
 import jax
