@@ -123,7 +123,7 @@ def full(request) -> bool:
 @pytest.fixture(scope="session")
 def rows(full) -> int:
     """Texts a chi-square is made of."""
-    return 100_000 if full else 40_000
+    return 200_000 if full else 40_000
 
 
 @pytest.fixture(autouse=True)

@@ -108,32 +108,32 @@ DECODING = (
 )
 SCORING = DECODING | flags(WORDS, "task split methods") | flags(PATHS, "output") | flags(NUMBERS, "join")
 FLAGS = {
-    "decode": DECODING | flags(WORDS, "text") | flags(PATHS, "input output summary"),
+    "decode": DECODING | flags(WORDS, "text cluster") | flags(PATHS, "input output summary"),
     "evaluate": SCORING | flags(WORDS, "cluster") | flags(PATHS, "summary"),
     "tradeoff": SCORING
     | flags(PATHS, "pick")
     | flags(WORDS, "truncations")
     | flags(NUMBERS, "alphas block-sizes temperatures top-ps timed trials at-quality at-latency"),
     "fewshot": DECODING
-    | flags(WORDS, "task methods")
+    | flags(WORDS, "task methods cluster")
     | flags(PATHS, "inputs shot-pool output")
     | flags(NUMBERS, "shots shot-seed"),
     "finetune": flags(WORDS, "config cluster dtype optimizer")
     | flags(WRONG, "steps batch-tokens")
     | flags(PATHS, "output-dir init teacher task.train")
     | flags(NUMBERS, "learning-rate task.join label-smoothing"),
-    "benchmark": flags(WORDS, "config preset method tpu")
+    "benchmark": flags(WORDS, "config preset method tpu cluster")
     | flags(PATHS, "input output")
     | flags(WRONG, "tokens repetitions join limit min-tokens block-sizes batch-sizes dtype"),
     "convert": flags(WORDS, "to dtype"),
     "plan": DECODING
     | flags(PATHS, "input output")
-    | flags(WORDS, "check")
+    | flags(WORDS, "check cluster")
     | flags(WRONG, "limit")
     | flags(NUMBERS, "max-block most-models"),
     "serve": DECODING
     | flags(PATHS, "api-key-file also")
-    | flags(WORDS, "host methods cors page")
+    | flags(WORDS, "host methods cors page cluster")
     | flags(NUMBERS, "rows max-queue rounds timeout max-body drain-seconds"),
     "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes"),
 }

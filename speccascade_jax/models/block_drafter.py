@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from tyro.conf import Suppress
 
 from speccascade_jax.core.protocols import MASK, AnyArray, Prefix
+from speccascade_jax.models.base import Keys
 from speccascade_jax.models.cache import T5Cache, blank, entries, remembering, with_more
 from speccascade_jax.models.layers import (
     AfterLayer,
@@ -303,7 +304,7 @@ class BlockDrafterModel(BlockPairModel):
         norm is the verifier's."""
 
         def begun(scale: Array) -> nnx.State:
-            network = self.network(nnx.Rngs(seed))
+            network = self.network(Keys(seed))
             network.drafter.norm.scale[...] = scale
             return nnx.state(network.drafter)
 

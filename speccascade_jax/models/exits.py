@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
-from speccascade_jax.models.base import FlaxModel
+from speccascade_jax.models.base import FlaxModel, Keys
 from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written
@@ -140,7 +140,7 @@ class ExitsModel(FlaxModel):
         norm and its head."""
 
         def begun(full: nnx.State) -> nnx.State:
-            network = self.network(nnx.Rngs(seed))
+            network = self.network(Keys(seed))
             nnx.update(network.full, full)
             for head in network.exits:
                 head.begin_as(network.full)

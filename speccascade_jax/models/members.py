@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefix
-from speccascade_jax.models.base import FlaxModel
+from speccascade_jax.models.base import FlaxModel, Keys
 
 
 class NetworkShape:
@@ -159,7 +159,7 @@ class PairModel(FlaxModel):
         """Parameters that contain the verifier's `full` (not copied) and a newly initialised drafter."""
 
         def begun() -> nnx.State:
-            network = self.network(nnx.Rngs(seed))
+            network = self.network(Keys(seed))
             del network.verifier
             return nnx.state(network)
 

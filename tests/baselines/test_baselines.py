@@ -25,7 +25,7 @@ from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.evaluation.rates import check_counts, check_tally
 from speccascade_jax.scheduling.programs import Programs
 
-VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 100_000
+VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
 TABLES = table(39, VOCAB), table(40, VOCAB)
 MODEL = TableLM(VOCAB)

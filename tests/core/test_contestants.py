@@ -209,7 +209,7 @@ def test_the_joint_law(methods, alphas, options, rows):
 def test_the_law_of_adaptive_blocks(name, alpha):
     """Blocks of up to 4 that end early when more drafts do not pay off."""
     sampler = Adaptive(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), METHODS[name], 4, stop_below=0.5)
-    result, which = decoded(sampler, tuple(TABLES[:2]), 100_000, PLAIN, [alpha])
+    result, which = decoded(sampler, tuple(TABLES[:2]), 200_000, PLAIN, [alpha])
     tokens = np.asarray(result.tokens)
     for n, prompt in enumerate(PROMPTS):
         law = sequence_law(TABLES[:2], [name], [alpha], prompt, steps=STEPS, eos=EOS)

@@ -18,7 +18,7 @@ from speccascade_jax.core.verification import BLOCK, TOKEN
 
 pytestmark = pytest.mark.long
 STEPS = 6
-ROWS = 100_000
+ROWS = 200_000
 PROMPTS = [(2, 1), (1, 0, 0)]
 MARKER = (1, 0, 0)
 LEVELS = {"opt": (0.0, 5.0), "token_v3": (0.05, 0.95), "mixture": (0.0, 1.0), "lookahead": (0.0, 5.0)}

@@ -65,14 +65,23 @@ def masked(last, count):
     return np.array([[last, *[MASK] * count]], np.int32)
 
 
+def in_programs(model):
+    """The model's prefill and its drafter's extend, compiled, and traced anew each time: faults are planted."""
+    return (
+        jax.jit(lambda *given: model.prefill(*given), static_argnums=3),
+        jax.jit(lambda *given: model.members[0].extend(*given)),
+    )
+
+
 def drafts(pair):
     """The logits of the reference's places, after all that the reference had read, and those of the place
     after them."""
     model, params = pair
+    prefill, draft = in_programs(model)
     for number in REFERENCE["rounds"]:
         count, wanted = number["committed"], np.array(number["logits"])
-        _, cache = model.prefill(params, TEXT[:, :count], np.array([count], np.int32), 40)
-        found, _ = model.members[0].extend(params, masked(TEXT[0, count - 1], len(wanted)), cache)
+        _, cache = prefill(params, TEXT, np.array([count], np.int32), 40)
+        found, _ = draft(params, masked(TEXT[0, count - 1], len(wanted)), cache)
         yield np.asarray(found[0]), wanted
 
 
@@ -125,19 +134,19 @@ def test_drafts_are_those_of_the_committed_text(pair):
     text[:, :20] = SOURCE % 95
     begins = LENGTH - 1 + np.array([4, 0, 9])
     tokens = np.stack([masked(text[row, begin], 4)[0] for row, begin in enumerate(begins)])
-    alone = []
+    (prefill, draft), alone = in_programs(model), []
     for row, begin in enumerate(begins):
-        _, cache = model.prefill(params, text[row : row + 1, : begin + 1], np.array([begin + 1]), 64)
-        alone.append(model.members[0].extend(params, tokens[row : row + 1], cache)[0][0])
+        _, cache = prefill(params, text[row : row + 1], np.array([begin + 1]), 64)
+        alone.append(draft(params, tokens[row : row + 1], cache)[0][0])
     for chunk in (512, 7):
         network = dataclasses.replace(model, chunk=chunk)
-        drafter, verifier = network.members
-        _, cache = network.prefill(params, text[:, :20], LENGTH, 64)
+        prefill, draft = in_programs(network)
+        _, cache = prefill(params, text[:, :20], LENGTH, 64)
         start = np.asarray(cache.length)
         rest = np.stack([text[row, n : n + 13] for row, n in enumerate(start)])
-        _, cache = in_blocks(verifier, params, rest, [1, 4, 8], cache)
+        _, cache = in_blocks(network.members[1], params, rest, [1, 4, 8], cache)
         cache = network.roll_back(cache, jnp.asarray(begins))
-        found, after = drafter.extend(params, tokens, cache)
+        found, after = draft(params, tokens, cache)
         np.testing.assert_allclose(found, np.stack(alone), atol=1e-4)
         np.testing.assert_array_equal(after.length, begins)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from shapes import (
     DECODERS,
     EAGLE_VERIFIER,
@@ -53,6 +54,12 @@ def tiny(request):
         for name in ("encoder_bias", "decoder_bias"):  # far from zero: a table that is missed shows
             params[name] = params[name].replace(10 * params[name][...])
     return model, params
+
+
+def test_the_keys_of_a_model_are_those_of_nnx():
+    model = model_of(TINY_T5)
+    expected = nnx.split(model.network(nnx.Rngs(3)))[1]
+    jax.tree.map(np.testing.assert_array_equal, model.init(3), expected)
 
 
 @pytest.mark.full(quick=["gemma"])

@@ -44,20 +44,25 @@ def both(name, packed=None):
     return (model, params), stacked(model, params)
 
 
-@partial(jax.jit, static_argnums=(0, 2))
+@partial(jax.jit, static_argnums=(0, 1))
+def read(model, number, params, tokens, cache):
+    """extend(), by a member of a network."""
+    extend = getattr(model, "extend_member", lambda _, *given: model.extend(*given))
+    return extend(number, params, tokens, cache)
+
+
 def decoded(model, params, rows):
     """Logits of three calls, the second after a roll back, of every member of a network."""
-    _, cache = model.prefill(params, SOURCE[:rows], LENGTH[:rows], 24)
-    found = []
+    prefill, found = jax.jit(model.prefill, static_argnums=3), []
+    _, cache = prefill(params, SOURCE[:rows], LENGTH[:rows], 24)
     for number in range(len(getattr(model, "names", " "))):
-        read = getattr(model, "extend_member", lambda _, *given: model.extend(*given))
         for tokens, covered in (
             (TARGET[:rows, :5], None),
             (TARGET[:rows, 5:6], np.arange(rows) + 1),
-            (TARGET[:rows, :2], None),
+            (TARGET[:rows, 1:6], None),
         ):  # two reach the caches in turn
             cache = cache if covered is None else model.roll_back(cache, covered)
-            logits, cache = read(number, params, tokens, cache)
+            logits, cache = read(model, number, params, tokens, cache)
             found.append(logits)
         cache = model.roll_back(cache, np.zeros(rows, np.int32))
     return found

@@ -156,7 +156,7 @@ def test_numbers_by_position_are_detected_in_blocks_of_a_foreign_drafter(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(loop, "by_round", lambda sampler, ways: jnp.zeros(ways.shape, bool))
         options = {"verification": verification.BLOCK, "union": True}
-        assert p_value(PAIR, ["speculative"], [0.0], [3], 100_000, **options) < FAIL_BELOW
+        assert p_value(PAIR, ["speculative"], [0.0], [3], 200_000, **options) < FAIL_BELOW
     jax.clear_caches()
 
 

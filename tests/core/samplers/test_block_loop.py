@@ -103,7 +103,7 @@ def test_the_law_of_three_families_in_one_program(rows):
 @pytest.mark.long
 @pytest.mark.full
 def test_the_law_with_truncations():
-    options = {"rows": 100_000, "verification": BLOCK, "top_k": 3, "temperature": 0.5}
+    options = {"rows": 200_000, "verification": BLOCK, "top_k": 3, "temperature": 0.5}
     assert p_value(["token_v3"], [FAMILIES["token_v3"]], [3], **options) > FAIL_BELOW
 
 
