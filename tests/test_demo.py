@@ -31,7 +31,7 @@ def sentences(full):
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[: 60 if full else 24]
+    return examples[: 40 if full else 24]
 
 
 @pytest.fixture(scope="module")
