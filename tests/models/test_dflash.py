@@ -66,7 +66,8 @@ def masked(last, count):
 
 
 def in_programs(model):
-    """The model's prefill and its drafter's extend, compiled, and traced anew each time: faults are planted."""
+    """The model's prefill and its drafter's extend, compiled; traced anew each time, because faults are
+    planted."""
     return (
         jax.jit(lambda *given: model.prefill(*given), static_argnums=3),
         jax.jit(lambda *given: model.members[0].extend(*given)),
