@@ -18,7 +18,7 @@ Array = jax.Array
 
 class Keys(nnx.Rngs):
     """The keys of nnx.Rngs(seed).params(), counted outside the trace. nnx counts in an array, for which JAX
-    searches all that has been traced each time: 11 seconds for the shapes of T5 XL, instead of less than one."""
+    searches all that has been traced, each time: 11 seconds for the shapes of T5 XL, not less than one."""
 
     def __init__(self, seed: int | Array):
         super().__init__()
