@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -328,7 +329,8 @@ def measure_server(
         for url in urls.values():
             asyncio.run(closed_loop(url, bodies[: arguments.clients], arguments.clients))
         rate, times = measure_throughput(alone, urls, bodies, arguments.clients, say)
-        measure_loads(alone, server, bodies, rate, times, 60 * arguments.minutes, queue, say)
+        simulated = partial(alone.simulated, times, queue)
+        measure_loads(server, bodies, rate, 60 * arguments.minutes, simulated, say)
 
 
 def measure_throughput(
@@ -346,7 +348,8 @@ def measure_throughput(
         if name == "saturated":
             cores.append((time.process_time() - spent) / loads[name][-1].seconds)
     times = alone.times()
-    say(FILE, {"tokens_per_second": median(speeds), **times, "clients_cores": median(cores)})
+    rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
+    say(FILE, {"tokens_per_second": median(speeds), **times, **rounds, "clients_cores": median(cores)})
     ours = [load.tokens_per_second for load in loads["saturated"]]
     for name, measured in loads.items():
         others = speeds if name == "saturated" else [load.tokens_per_second for load in measured]
@@ -361,22 +364,19 @@ def measure_throughput(
 
 
 def measure_loads(
-    alone: Alone,
     server: Server,
     bodies: Sequence[Body],
     rate: float,
-    times: dict[str, float],
     seconds: float,
-    queue: int,
+    simulated: Callable[[float, float], dict[str, Any]],
     say: Say,
 ) -> None:
-    """Measures the server at shares of the rate that saturates it: latency at 50% and 90% for at most a
-    minute each, refusals at 120% for `seconds`, and memory."""
-    three_rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
+    """Measures the server at shares of `rate`, which saturates it: latency at 50% and 90% for at most a
+    minute each, refusals at 120% for `seconds`, and memory; each next to what a simulation predicts."""
     for name, share in track([("half_load", 0.5), ("load_90", 0.9), ("load_120", 1.2)], "latency"):
         duration = min(seconds, 60) if share < 1 else seconds
-        say(name, under_load(server, bodies, share * rate, duration) | three_rounds)
-        say(f"{name}, simulated", alone.simulated(times, queue, share * rate, duration))
+        say(name, under_load(server, bodies, share * rate, duration))
+        say(f"{name}, simulated", simulated(share * rate, duration))
 
 
 def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> dict[str, Any]:

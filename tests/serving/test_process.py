@@ -16,6 +16,7 @@ from served_toys import ask, gauges, raw
 
 from speccascade_jax.commands import load, serve
 from speccascade_jax.core.errors import FieldError
+from speccascade_jax.inference import progress
 from speccascade_jax.settings import Settings
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}
@@ -258,7 +259,9 @@ def test_clients_that_leave_a_process_leave_no_row_behind(server):
 
 
 @pytest.mark.full
-def test_load_measures_a_server_against_decode(served_config, tmp_path):
+def test_load_measures_a_server_against_decode(served_config, tmp_path, monkeypatch, capsys):
+    """And reports its progress, where it would otherwise print nothing for minutes."""
+    monkeypatch.setattr(progress, "EVERY", 0)
     out = tmp_path / "load.json"
     assert (
         load.main(
@@ -272,6 +275,10 @@ def test_load_measures_a_server_against_decode(served_config, tmp_path):
             ]
         )
         == 0
+    )
+    said = capsys.readouterr().err
+    assert all(
+        sentence in said for sentence in ("starting the servers", "throughput: 1 of 9", "latency: 2 of 3")
     )
     found = json.loads(out.read_text())
     for name in ("saturated", "one_at_a_time"):
