@@ -60,8 +60,13 @@ def decoded(model, params, folder, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype,transposed_from", [("int8", 1), ("int8", 1024), ("bfloat16", 1)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name,dtype,transposed_from",
+    [
+        *((name, "int8", (1, 1024)[n % 2]) for n, name in enumerate(CONFIGS)),
+        *((name, "bfloat16", 1) for name in CONFIGS),
+    ],
+)
 def test_packed_models_are_float32_rounded_and_keep_the_laws(
     name, dtype, transposed_from, tmp_path, monkeypatch
 ):

@@ -72,16 +72,13 @@ def decoded(model, params, rows):
 @pytest.mark.parametrize(
     "name,rows",
     [
-        ("t5", 1),
         ("t5, a table a layer", 3),
-        ("exits", 3),
         ("shared encoder", 1),
         ("block drafter", 3),
         ("a decoder's exits", 3),
         ("t5gemma", 1),
         ("t5gemma2", 3),
         ("gemma3_text", 3),
-        ("gemma4", 1),
         ("gemma4, unlike groups", 3),
     ],
 )

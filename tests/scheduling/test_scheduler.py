@@ -52,10 +52,9 @@ def requests():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("batch_size", [8, 2])
-def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, monkeypatch):
+def test_rows_of_all_widths_refill_each_other(programs, requests, monkeypatch):
     expected = alone(programs, requests)
-    scheduler = Scheduler(programs, batch_size, Letters(), bucket)
+    scheduler = Scheduler(programs, 8, Letters(), bucket)
     scheduler.precompile(WIDTHS)
     before, called = programs.clock.compilations, calls(programs, monkeypatch)
     assert run(scheduler, requests) == expected
