@@ -303,7 +303,7 @@ def load(arguments: Arguments) -> None:
     if not arguments.by_load:
         console(stderr=True).print("starting the servers: they compile for a minute or two")
     if arguments.by_load:
-        figures = blocks_by_load(run, arguments.by_load, texts, screen.print)
+        figures = blocks_by_load(run, arguments.by_load, texts, partial(screen.print, soft_wrap=True))
     elif arguments.replicas is not None:
         measure_replicas(arguments, arguments.replicas, run.name, bodies, say)
     else:
