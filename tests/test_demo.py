@@ -26,12 +26,12 @@ OWN = [
 
 
 @pytest.fixture(scope="module")
-def sentences():
+def sentences(full):
     """(source, references): the Tatoeba test split, one or two sentences each, else a few of our own."""
     if not Path(TASK.test).is_file():
         return [(text, []) for text in OWN]
     examples = joined_examples(dataclasses.replace(TASK, join=2), TASK.test)
-    return examples[:24]
+    return examples[: 60 if full else 24]
 
 
 @pytest.fixture(scope="module")

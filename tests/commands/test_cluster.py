@@ -18,7 +18,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.cluster import LOST
 from speccascade_jax.commands import decode
 
-COUNT = int(os.environ.get("SERVED_REQUESTS", 16))
+COUNT = int(os.environ.get("SERVED_REQUESTS", 30))
 TEXTS = [f"{text} {n}" for n in range(2) for text in SENTENCES]
 
 

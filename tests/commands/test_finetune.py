@@ -122,7 +122,7 @@ def test_killed_anywhere_it_ends_as_if_uninterrupted(toy, alone):
     """SIGKILL at random moments, most of them inside a save: bit-identical parameters."""
     run, rng = toy / "killed", random.Random(1)
     run.mkdir()
-    points = 4
+    points = 6
     often = ["--save-every=1", "--eval-every=5", f"--steps={15 * points}"]
     reference = toy / "often"
     assert finetune(toy, reference, *often).returncode == 0

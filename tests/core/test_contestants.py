@@ -200,7 +200,7 @@ def test_the_law_of_k_likeliest_tokens(name, rows):
     ),
 )
 def test_the_joint_law(methods, alphas, options, rows):
-    assert p_value(methods, alphas, [2] * len(methods), rows=rows // len(methods), **options) > FAIL_BELOW
+    assert p_value(methods, alphas, [2] * len(methods), rows=rows, **options) > FAIL_BELOW
 
 
 @pytest.mark.long

@@ -61,7 +61,8 @@ def test_greedy_texts_are_the_verifiers(cascade, params, spiece, full):
         own = large.init(5)
         three = Cascade((*NETWORK.members, large), (params, params, own), Tokenizer(spiece), **LIMITS)
         alone = tokens(three, method="verifier")
-        assert tokens(three, block_size=(3, 4), batch_size=3, hand_over="keep") == alone
+        for hand_over in ("need", "truncate", "keep"):
+            assert tokens(three, block_size=(3, 4), batch_size=3, hand_over=hand_over) == alone
 
 
 @pytest.mark.full

@@ -136,7 +136,7 @@ def test_eight_devices_give_the_tokens_of_one_for_the_models_of_today(tmp_path):
     """A pair of each kind: norms of heads, biases and windows, an encoder. Two heads of keys and values stay
     whole;
     in Gemma 4, those of local layers."""
-    names = ["qwen3", "gemma4", "t5gemma", "t5gemma2"]
+    names = ["qwen3", "gemma3_text", "gemma4", "t5gemma", "t5gemma2"]
     tests = str(Path(shapes.__file__).parent)
     assert run(TODAY.format(names=names, folder=str(tmp_path), tests=tests), XLA_FLAGS=devices(8)) == "alike"
 

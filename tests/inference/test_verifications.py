@@ -38,7 +38,7 @@ def test_rows_of_a_batch_are_verified_in_their_own_ways(models, sizes):
             verification=way,
             max_block_size=3,
         )
-        for n, way in enumerate(list(VERIFICATIONS) * 9)
+        for n, way in enumerate(list(VERIFICATIONS) * 24)
     ]
     texts = ["201", "1", "10"] * (len(each) // 3)
     many = [*cascade(models).generate(texts, each, batch_size=4)]

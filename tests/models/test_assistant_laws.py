@@ -202,7 +202,6 @@ def lossless_p_value(folders, way, rows, kind=None):
 @pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_follows_the_verifiers_law(way, folders, rows):
-    rows = min(rows, 80_000) if way in ("adaptive", "in int8", "hierarchy") else rows
     assert lossless_p_value(folders, way, rows) > FAIL_BELOW
 
 

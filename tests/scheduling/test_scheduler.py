@@ -52,9 +52,10 @@ def requests():
 
 
 @pytest.mark.full
-def test_rows_of_all_widths_refill_each_other(programs, requests, monkeypatch):
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, monkeypatch):
     expected = alone(programs, requests)
-    scheduler = Scheduler(programs, 8, Letters(), bucket)
+    scheduler = Scheduler(programs, batch_size, Letters(), bucket)
     scheduler.precompile(WIDTHS)
     before, called = programs.clock.compilations, calls(programs, monkeypatch)
     assert run(scheduler, requests) == expected
