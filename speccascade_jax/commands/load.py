@@ -6,7 +6,7 @@ This measures, three times in turn, decoding of the same texts by the decode com
 saturation, a server with one row (one request at a time) and, with --vs-transformers, a server that answers
 with transformers, one request at a time. Then it measures the server at 50% and 90% load (time to first
 token) and at 120% load (memory and refusals). Each measurement is printed next to the scheduler simulation's
-prediction, which uses only the times of a round and of a prompt.
+prediction, which uses the times of a round and of a prompt, and the saturated server's requests per second.
 
     python scripts/load.py --config=demo --replicas=2
 
@@ -52,7 +52,8 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.planning import simulation
+from speccascade_jax.planning.simulation import SimulatedServer, simulate
+from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.serving.engine import ROUNDS
 
@@ -148,6 +149,8 @@ class Alone:
     def __init__(self, run: DecodeConfig, rows: int, texts: Sequence[str]):
         self.cascade, self.settings = Cascade.from_config(run), run.settings
         self.rows, self.texts = rows, texts
+        encoded, _ = self.cascade.encode(texts)
+        self.widths = np.array([self.cascade.bucket(len(tokens)) for tokens in encoded])
         self.tokens_per_second()  # compiles
 
     def tokens_per_second(self) -> float:
@@ -159,44 +162,73 @@ class Alone:
         self.rounds = np.maximum(calls, 1)
         return float(self.tokens.sum() / seconds)
 
-    def simulated(self, times: dict[str, float], queue: int, rate: float, seconds: float) -> dict[str, Any]:
-        """The latencies that clients of such a server should see, simulated from its scheduler's rules and
-        the times."""
-        server = simulation.SimulatedServer(
-            self.rows, times["round_ms"] / 1000, times["prefill_ms"] / 1000, queue, ROUNDS
-        )
-        count = max(round(rate * seconds), 1)
-        tokens, rounds = (np.resize(values, count) for values in (self.tokens, self.rounds))
-        return simulation.simulate(server, tokens, rounds, rate).summary()
+    def server(self, times: dict[str, float], saturated: float) -> SimulatedServer:
+        """A server with these times whose largest rate is `saturated` requests per second. That gives what a
+        request costs beyond its rounds and its prompt, most of it HTTP."""
+        milliseconds = {
+            "round_seconds": times["round_ms"],
+            "prompt_seconds": times["prefill_ms"],
+            "together_seconds": times["prefill_together_ms"],
+        }
+        seconds = {name: value / 1000 for name, value in milliseconds.items()}
+        server = SimulatedServer(rows=self.rows, queue=self.rows, rounds=ROUNDS, **seconds)
+        return server.saturated_by(self.rounds, saturated)
+
+    def simulated(self, server: SimulatedServer, rate: float, seconds: float) -> dict[str, Any]:
+        """The latencies that clients of such a server should see, simulated from its scheduler's rules."""
+        numbers = np.arange(max(round(rate * seconds), 1)) % len(self.texts)
+        tokens, rounds, widths = self.tokens[numbers], self.rounds[numbers], self.widths[numbers]
+        return simulate(server, tokens, rounds, rate, widths=widths).summary()
 
     def times(self) -> dict[str, float]:
-        """The milliseconds of a round and of reading a prompt, in a full batch."""
-        cascade, settings = self.cascade, self.settings
-        [lane] = cascade.lanes([settings]).values()
-        scheduler = cascade.steady_scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
-        rows, _ = cascade.encode(self.texts)
-        read = cascade.foreign_readings(self.texts)
-        scheduler.admit(
-            [
-                Request(row, settings, n, lane.numbers(settings), foreign=reading)
-                for n, (row, reading) in enumerate(zip(rows, read, strict=True))
-            ]
-        )
-        spent, placed = list[float](), list[tuple[float, int]]()
-        for _ in range(TIMED):
-            before, began = len(scheduler.waiting), time.perf_counter()
-            scheduler.run(1)
-            seconds = time.perf_counter() - began
-            scheduler.finished()
-            if count := before - len(scheduler.waiting):
-                placed.append((seconds, count))
-            else:
-                spent.append(seconds)
-            if not scheduler.busy:
-                break
-        round_seconds = median(spent) if spent else 0.0
-        reading = [(seconds - round_seconds) / count for seconds, count in placed[1:] or placed]
-        return {"round_ms": 1000 * round_seconds, "prefill_ms": 1000 * max(median(reading), 0.0)}
+        """The milliseconds of a round, of reading one prompt, and of reading several together (per prompt),
+        with the programs of a full batch."""
+        requests = self._requests()
+        crowded, quiet = self._scheduler(), self._scheduler()
+        crowded.admit(requests)
+        together = [turn(crowded) for _ in range(TIMED) if crowded.busy][1:]  # the first fills all rows
+        alone = []
+        for request in requests[:TIMED]:
+            quiet.admit([request])
+            alone.append(turn(quiet))
+        rounds = [seconds for seconds, prompts in together + alone[1:] if prompts == 0]
+        round_seconds = median(rounds) if rounds else 0.0
+
+        def reading(turns: Sequence[tuple[float, int]]) -> float:
+            """The median seconds per prompt."""
+            spent = [(seconds - round_seconds) / prompts for seconds, prompts in turns if prompts]
+            return max(median(spent), 0.0) if spent else 0.0
+
+        single = [(seconds, prompts) for seconds, prompts in alone[1:] if prompts == 1]
+        return {
+            "round_ms": 1000 * round_seconds,
+            "prefill_ms": 1000 * reading(single or together),
+            "prefill_together_ms": 1000 * reading(together or single),
+        }
+
+    def _scheduler(self) -> Continuous:
+        cascade = self.cascade
+        [lane] = cascade.lanes([self.settings]).values()
+        return cascade.steady_scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
+
+    def _requests(self) -> list[Request]:
+        """One for each text."""
+        [lane] = self.cascade.lanes([self.settings]).values()
+        rows, _ = self.cascade.encode(self.texts)
+        foreign = self.cascade.foreign_readings(self.texts)
+        return [
+            Request(row, self.settings, n, lane.numbers(self.settings), foreign=reading)
+            for n, (row, reading) in enumerate(zip(rows, foreign, strict=True))
+        ]
+
+
+def turn(scheduler: Continuous) -> tuple[float, int]:
+    """Runs a round, after reading prompts into free rows. Returns the seconds and the number of prompts."""
+    before, began = len(scheduler.waiting), time.perf_counter()
+    scheduler.run(1)
+    seconds = time.perf_counter() - began
+    scheduler.finished()
+    return seconds, before - len(scheduler.waiting)
 
 
 @contextlib.contextmanager
@@ -328,16 +360,16 @@ def measure_server(
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
             asyncio.run(closed_loop(url, bodies[: arguments.clients], arguments.clients))
-        rate, times = measure_throughput(alone, urls, bodies, arguments.clients, say)
-        simulated = partial(alone.simulated, times, queue)
+        rate, like_it = measure_throughput(alone, urls, bodies, arguments.clients, say)
+        simulated = partial(alone.simulated, dataclasses.replace(like_it, queue=queue))
         measure_loads(server, bodies, rate, 60 * arguments.minutes, simulated, say)
 
 
 def measure_throughput(
     alone: Alone, urls: dict[str, str], bodies: Sequence[Body], clients: int, say: Say
-) -> tuple[float, dict[str, float]]:
+) -> tuple[float, SimulatedServer]:
     """Measures decoding from a file and each server in turn. Returns the saturated server's requests per
-    second, and Alone.times()."""
+    second, and a server to simulate it by."""
     speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
     for name in track([FILE, *urls] * PASSES, "throughput"):
         if name == FILE:
@@ -348,6 +380,9 @@ def measure_throughput(
         if name == "saturated":
             cores.append((time.process_time() - spent) / loads[name][-1].seconds)
     times = alone.times()
+    waited = [reply.seconds for load in loads["saturated"] for reply in load.accepted]
+    server = alone.server(times, clients / float(np.mean(waited)))  # Little's law
+    times["request_ms"] = 1000 * server.request_seconds
     rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
     say(FILE, {"tokens_per_second": median(speeds), **times, **rounds, "clients_cores": median(cores)})
     ours = [load.tokens_per_second for load in loads["saturated"]]
@@ -360,7 +395,7 @@ def measure_throughput(
             merged(measured).summary()
             | {f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]},
         )
-    return median(load.requests_per_second for load in loads["saturated"]), times
+    return median(load.requests_per_second for load in loads["saturated"]), server
 
 
 def measure_loads(

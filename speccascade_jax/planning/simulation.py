@@ -2,7 +2,7 @@
 
 It follows the rules of scheduling.continuous and serving.engine, with given seconds for a round and a prompt
 in place of the models. A round takes equally long however many rows are busy, because its programs have a
-static batch. No round runs while a prompt is read.
+static batch. No round runs while prompts are read, or while a request is parsed and answered.
 """
 
 import collections
@@ -31,20 +31,39 @@ class SimulatedServer:
     prompt_seconds: float  # to read one prompt
     queue: int  # most waiting requests; others are refused
     rounds: int = 1  # rounds between two checks for new requests
+    together_seconds: float | None = None  # per prompt, to read `ahead` of them at once; None: prompt_seconds
+    request_seconds: float = 0.0  # everything else that one request costs: HTTP, tokenization, events
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0}
+        least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0, "request_seconds": 0}
+        least |= {} if self.together_seconds is None else {"together_seconds": 0}
         for name, bound in least.items():
             if not bound <= getattr(self, name) < np.inf:
                 raise FieldError(name, getattr(self, name), f"it must be at least {bound}.")
         if not 0 < self.round_seconds < np.inf:
             raise FieldError("round_seconds", self.round_seconds, "it must be above 0.")
 
+    @property
+    def ahead(self) -> int:
+        """The number of prompts that are read together if that many wait."""
+        return max(self.rows // 2, 1)
+
+    def reading_seconds(self, prompts: int) -> float:
+        """The time to read this many prompts at once."""
+        together = self.prompt_seconds if self.together_seconds is None else self.together_seconds
+        return prompts * (together if prompts > 1 else self.prompt_seconds)
+
     def load(self, rounds: Int[np.ndarray, " N"], requests_per_second: float) -> float:
         """The server's load: the share of its time in which it is busy if batches of such texts are full.
         Above 1, its queue grows without bound."""
-        seconds = float(np.mean(rounds)) * self.round_seconds / self.rows + self.prompt_seconds
+        seconds = float(np.mean(rounds)) * self.round_seconds / self.rows
+        seconds += self.reading_seconds(self.ahead) / self.ahead + self.request_seconds
         return seconds * requests_per_second
+
+    def saturated_by(self, rounds: Int[np.ndarray, " N"], requests_per_second: float) -> "SimulatedServer":
+        """This server, with the request_seconds for which this rate is the largest that it can serve."""
+        rest = 1 / requests_per_second - self.load(rounds, 1.0)
+        return dataclasses.replace(self, request_seconds=max(self.request_seconds + rest, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,21 +111,35 @@ class Simulation:
     """The state of a server with one device, or one group of devices that share the models."""
 
     def __init__(
-        self, server: SimulatedServer, arrivals: Float[np.ndarray, " N"], rounds: Int[np.ndarray, " N"]
+        self,
+        server: SimulatedServer,
+        arrivals: Float[np.ndarray, " N"],
+        rounds: Int[np.ndarray, " N"],
+        widths: Int[np.ndarray, " N"],
     ) -> None:
-        self.server, self.arrivals, self.rounds = server, arrivals, rounds
+        self.server, self.arrivals, self.rounds, self.widths = server, arrivals, rounds, widths
         self.now, self.come = 0.0, 0
-        self.waiting: collections.deque[int] = collections.deque()
+        self.waiting = {width: collections.deque[int]() for width in np.unique(widths)}
+        self.read: collections.deque[int] = collections.deque()  # requests that wait for a row, prompts read
         self.rows: list[Row] = []
         self.first, self.whole = (np.full(len(arrivals), np.nan) for _ in range(2))
         self.all_rounds = self.row_rounds = 0
-        self.ahead = max(server.rows // 2, 1)  # prompts read together if that many wait
+
+    @property
+    def unread(self) -> int:
+        """The number of requests whose prompts have not been read."""
+        return sum(map(len, self.waiting.values()))
+
+    @property
+    def present(self) -> int:
+        """The number of requests that wait or occupy a row."""
+        return self.unread + len(self.read) + len(self.rows)
 
     def run(self) -> None:
         """Runs until every request is answered or refused. Raises FieldError if that takes too long."""
-        while self.come < len(self.arrivals) or self.waiting or self.rows:
+        while self.come < len(self.arrivals) or self.present:
             self._hear()
-            if not (self.waiting or self.rows):
+            if not self.present:
                 self.now = self.arrivals[self.come]
                 continue
             self._step()
@@ -118,20 +151,20 @@ class Simulation:
     def _hear(self) -> None:
         """Queues the requests that have arrived, or refuses them."""
         while self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now:
-            if len(self.waiting) + len(self.rows) < self.server.rows + self.server.queue:
-                self.waiting.append(self.come)
+            if self.present < self.server.rows + self.server.queue:
+                self.waiting[self.widths[self.come]].append(self.come)
             self.come += 1
 
     def _step(self) -> None:
         """Simulates ServedLane.step(): several runs of the scheduler, then deliveries to clients."""
         server = self.server
-        crowded = len(self.waiting) + len(self.rows) > server.rows
-        fresh = bool(self.waiting) or not all(row.written for row in self.rows)
+        crowded = self.present > server.rows
+        fresh = bool(self.unread or self.read) or not all(row.written for row in self.rows)
         finished: list[Row] = []
         for _ in range(4 if crowded else 1 if fresh else server.rounds):
             finished += self._rounds(server.rounds if crowded else 1)
             called = self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now
-            if (called and not crowded) or not (self.rows or self.waiting):
+            if (called and not crowded) or not self.present:
                 break
         for row in [*finished, *self.rows]:
             if not row.written:
@@ -142,9 +175,9 @@ class Simulation:
     def _rounds(self, limit: int) -> list[Row]:
         """Simulates Continuous.run(): prompts are read into free rows, then up to `limit` rounds run, until
         as many rows are free as the waiting requests need. Returns the finished rows."""
-        share = max(self.server.rows // 4, 1) if len(self.waiting) >= self.ahead else 1
+        share = max(self.server.rows // 4, 1) if self.unread >= self.server.ahead else 1
         self._place()
-        enough = share if self.waiting else self.server.rows
+        enough = share if self.unread else self.server.rows
         finished = list[Row]()
         for _ in range(limit):
             if not self.rows or self.server.rows - len(self.rows) >= enough:
@@ -159,11 +192,28 @@ class Simulation:
         return finished
 
     def _place(self) -> None:
-        """Gives idle rows to waiting requests, after reading their prompts."""
-        while self.waiting and len(self.rows) < self.server.rows:
-            number = self.waiting.popleft()
-            self.now += self.server.prompt_seconds
+        """Simulates Continuous._place_one_by_one(): gives idle rows to requests whose prompts have been read,
+        then reads more."""
+        while len(self.rows) < self.server.rows and (self.read or self.unread):
+            if not self.read:
+                self._read()
+            number = self.read.popleft()
             self.rows.append(Row(number, int(self.rounds[number])))
+
+    def _read(self) -> None:
+        """Simulates Continuous._call_up(): if enough prompts wait, those as wide as the first are read
+        together."""
+        server = self.server
+        count = server.ahead if self.unread >= server.ahead else 1
+        width = self._next_width()
+        for _ in range(count):
+            width = width if self.waiting[width] else self._next_width()
+            self.read.append(self.waiting[width].popleft())
+        self.now += server.reading_seconds(count) + count * server.request_seconds
+
+    def _next_width(self) -> Any:
+        """The width of the request that has waited longest."""
+        return min((queue[0], width) for width, queue in self.waiting.items() if queue)[1]
 
 
 def simulate(
@@ -172,24 +222,25 @@ def simulate(
     rounds: Int[np.ndarray, " N"],
     requests_per_second: float,
     seed: int = 0,
+    widths: Int[np.ndarray, " N"] | None = None,
 ) -> Served:
     """Simulates N requests that arrive as a Poisson process. The n-th writes tokens[n] tokens in rounds[n]
-    rounds.
+    rounds. Its prompt is padded to widths[n] tokens; by default all have one width.
 
     Raises FieldError for different shapes, texts without a round, and a rate that is not positive.
     """
     tokens, rounds = np.asarray(tokens), np.asarray(rounds)
-    if tokens.shape != rounds.shape or tokens.ndim != 1 or not tokens.size:
-        raise FieldError(
-            "rounds", rounds.shape, f"each request needs one number of rounds: {tokens.shape} has them."
-        )
+    widths = np.zeros(tokens.shape, int) if widths is None else np.asarray(widths)
+    for name, values in (("rounds", rounds), ("widths", widths)):
+        if tokens.shape != values.shape or tokens.ndim != 1 or not tokens.size:
+            raise FieldError(name, values.shape, f"each request needs one value: {tokens.shape} has them.")
     if rounds.min() < 1:
         raise FieldError("rounds", int(rounds.min()), "a text takes at least one round.")
     if not 0 < requests_per_second < np.inf:
         raise FieldError("requests_per_second", requests_per_second, "it must be above 0.")
     gaps = np.random.default_rng(seed).exponential(1 / requests_per_second, len(tokens))
     arrivals = np.cumsum(gaps)
-    simulation = Simulation(server, arrivals, rounds)
+    simulation = Simulation(server, arrivals, rounds, widths)
     simulation.run()
     return Served(
         simulation.first - arrivals,

@@ -219,13 +219,19 @@ class Engine:
 
     The event loop calls submit() and cancel(). The thread's updates arrive in the jobs' queues, after `heard`
     is called with each of them. A round that raises ends the jobs of its lane with an error and resets the
-    lane.
+    lane. `compiled` is called once, in the thread, before the engine is ready.
     """
 
     def __init__(
-        self, lanes: Sequence[ServedLane], max_queue: int, rounds: int, heard: Callable[[Job, Update], None]
+        self,
+        lanes: Sequence[ServedLane],
+        max_queue: int,
+        rounds: int,
+        heard: Callable[[Job, Update], None],
+        compiled: Callable[[], None] = lambda: None,
     ):
         self.lanes, self.max_queue, self.rounds, self.heard = lanes, max_queue, rounds, heard
+        self.compiled = compiled
         self.inbox: collections.deque[tuple[str, Job]] = collections.deque()
         for lane in lanes:
             lane.called = lambda: self.inbox
@@ -322,6 +328,7 @@ class Engine:
                 names = ", ".join(lane.methods)
                 log.info("compiling %d of %d: %s: %s", number, len(self.lanes), lane.model, names)
                 lane.precompile()
+            self.compiled()
         except BaseException as error:
             self.failed = error
             return

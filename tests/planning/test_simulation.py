@@ -47,6 +47,36 @@ def test_a_saturated_server_writes_what_its_rounds_write():
     assert served.busy > 0.95 and served.refused > 2000
 
 
+def test_prompts_are_read_together_while_enough_wait():
+    """Four at once if four wait, each for a quarter of the time; what HTTP takes is added to each."""
+    server = SimulatedServer(8, 0.01, 0.008, 100, together_seconds=0.002, request_seconds=0.001)
+    served = simulate(server, *texts(3000, 6), 10_000.0)
+    full = 8 * 30 / (6 * 0.01 + 8 * 0.003)
+    assert 0.9 * full < served.tokens_per_second <= full * 1.001
+    alone = simulate(server, *texts(200, 6), 0.01)
+    np.testing.assert_allclose(alone.first, 0.008 + 0.001 + 0.01)
+    np.testing.assert_allclose(alone.whole, 0.008 + 0.001 + 6 * 0.01)
+
+
+def test_prompts_of_one_width_are_read_together():
+    """Eight requests wait for four rows after a short one: narrow ones pass the wide ones between them."""
+    server = SimulatedServer(4, 1.0, 0.1, queue=100, rounds=1)
+    widths, rounds = np.array([0, *[0, 1] * 4]), np.array([1, *[8, 16] * 4])
+    first = simulate(server, rounds, rounds, 1e9, widths=widths).first
+    assert first[5] == pytest.approx(first[7]) and first[6] > first[5] + 3
+    first = simulate(server, rounds, rounds, 1e9).first
+    assert first[5] == pytest.approx(first[6]) and first[7] > first[5] + 3
+
+
+def test_what_a_request_costs_is_found_from_the_largest_rate():
+    server = SimulatedServer(8, 0.01, 0.008, 64, together_seconds=0.002)
+    tokens, rounds = texts(4000, 6)
+    measured = server.saturated_by(rounds, 80.0)
+    assert measured.load(rounds, 80.0) == pytest.approx(1) and measured.request_seconds > 0
+    assert simulate(measured, tokens, rounds, 1000.0).tokens_per_second == pytest.approx(80 * 30, rel=0.03)
+    assert server.saturated_by(rounds, 1e6) == server  # no rate makes a request cost less than nothing
+
+
 def test_rounds_of_a_text_are_a_renewal_process():
     emitted = np.array([0.0, 0.5, 0.3, 0.2])
     rounds = rounds_of_texts(emitted, np.full(20_000, 200), seed=1)
@@ -80,7 +110,15 @@ def test_a_queue_that_only_begins_to_grow_is_no_plan():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("rows", 0), ("queue", -1), ("rounds", 0), ("round_seconds", 0.0), ("prompt_seconds", -1.0)],
+    [
+        ("rows", 0),
+        ("queue", -1),
+        ("rounds", 0),
+        ("round_seconds", 0.0),
+        ("prompt_seconds", -1.0),
+        ("together_seconds", -1.0),
+        ("request_seconds", -1.0),
+    ],
 )
 def test_an_invalid_server_is_refused(field, value):
     with pytest.raises(FieldError) as refused:
@@ -98,3 +136,6 @@ def test_invalid_requests_are_refused():
         with pytest.raises(FieldError) as refused:
             simulate(server, *arguments)
         assert refused.value.field == field
+    with pytest.raises(FieldError) as refused:
+        simulate(server, one, one, 1.0, widths=np.ones(2, int))
+    assert refused.value.field == "widths"

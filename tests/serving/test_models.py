@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 
 import pytest
@@ -10,10 +11,12 @@ pytest.importorskip("starlette")
 
 from served_toys import toy_lookup, toy_model, toy_models
 
+from speccascade_jax.commands import serve
 from speccascade_jax.config import DEMO, DecodeConfig, load
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.serving.app import Limits
 from speccascade_jax.serving.models import ServedModel
 from speccascade_jax.serving.protocol import parse
 
@@ -192,3 +195,23 @@ def test_a_sampler_of_the_configs_is_served_without_log_probabilities():
     with pytest.raises(FieldError) as error:
         decoding(model, method="ours", logprobs=0)
     assert error.value.field == "logprobs"
+
+
+def test_once_compiled_a_server_spares_the_collector_what_exists():
+    """Or a full collection would now and then stop every request for half a second."""
+
+    async def frozen():
+        config = DecodeConfig(drafter="toy", verifier="toy")
+        _, engine = serve.application(serve.Arguments(config), Limits(), [toy_lookup()])
+        before = gc.get_freeze_count()
+        engine.start(asyncio.get_running_loop())
+        while not engine.ready:
+            assert engine.failed is None, engine.failed
+            await asyncio.sleep(0.02)
+        engine.stop()
+        return gc.get_freeze_count() - before
+
+    try:
+        assert asyncio.run(frozen()) > 1000
+    finally:
+        gc.unfreeze()
