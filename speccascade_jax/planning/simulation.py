@@ -131,6 +131,11 @@ class Simulation:
         return sum(map(len, self.waiting.values()))
 
     @property
+    def many_wait(self) -> bool:
+        """Whether several prompts are read together."""
+        return self.unread >= self.server.ahead
+
+    @property
     def present(self) -> int:
         """The number of requests that wait or occupy a row."""
         return self.unread + len(self.read) + len(self.rows)
@@ -164,7 +169,7 @@ class Simulation:
         for _ in range(4 if crowded else 1 if fresh else server.rounds):
             finished += self._rounds(server.rounds if crowded else 1)
             called = self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now
-            if (called and not crowded) or not self.present:
+            if (called and not (crowded and self.many_wait)) or not self.present:
                 break
         for row in [*finished, *self.rows]:
             if not row.written:
@@ -175,7 +180,7 @@ class Simulation:
     def _rounds(self, limit: int) -> list[Row]:
         """Simulates Continuous.run(): prompts are read into free rows, then up to `limit` rounds run, until
         as many rows are free as the waiting requests need. Returns the finished rows."""
-        share = max(self.server.rows // 4, 1) if self.unread >= self.server.ahead else 1
+        share = max(self.server.rows // 4, 1) if self.many_wait else 1
         self._place()
         enough = share if self.unread else self.server.rows
         finished = list[Row]()
@@ -204,7 +209,7 @@ class Simulation:
         """Simulates Continuous._call_up(): if enough prompts wait, those as wide as the first are read
         together."""
         server = self.server
-        count = server.ahead if self.unread >= server.ahead else 1
+        count = server.ahead if self.many_wait else 1
         width = self._next_width()
         for _ in range(count):
             width = width if self.waiting[width] else self._next_width()

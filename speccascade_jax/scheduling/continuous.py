@@ -67,8 +67,13 @@ class Continuous(Scheduler):
         self.cached.pop(number, None)
         super().cancel(number)
 
+    @property
+    def many_wait(self) -> bool:
+        """Whether enough requests wait for several prompts to be read together on each device."""
+        return len(self.waiting) >= self.ahead * self.programs.devices
+
     def run(self, rounds: int | None = None) -> None:
-        self.share = self.most_idle if len(self.waiting) >= self.ahead * self.programs.devices else 1
+        self.share = self.most_idle if self.many_wait else 1
         super().run(rounds)
 
     def _program(self) -> Any:

@@ -182,12 +182,13 @@ class ServedLane:
     def step(self, rounds: int) -> list[tuple[Job, Update]]:
         """Runs rounds and returns the updates. While jobs wait, it runs up to 4 * `rounds` rounds, because
         there is no row for new jobs anyway and the host sends fewer events. Otherwise it runs up to `rounds`
-        rounds, one if some job has no tokens yet, and stops once the engine is `called`."""
+        rounds, one if some job has no tokens yet. It stops once the engine is `called`, unless many jobs
+        wait."""
         began, wait = time.monotonic(), len(self.jobs) > self.rows
         anew = any(not job.written for job in self.jobs.values())
         for _ in range(4 if wait else 1 if anew else rounds):
             self.run(rounds if wait else 1)
-            if self.called() and not wait:
+            if self.called() and not (wait and self.scheduler.many_wait):
                 break
         done = dict(self.scheduler.finished())
         updates = []

@@ -17,6 +17,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers import Autoregressive
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.serving.app import Limits
+from speccascade_jax.serving.engine import Job
 from speccascade_jax.serving.models import ServedModel
 from speccascade_jax.serving.protocol import parse
 
@@ -195,6 +196,24 @@ def test_a_sampler_of_the_configs_is_served_without_log_probabilities():
     with pytest.raises(FieldError) as error:
         decoding(model, method="ours", logprobs=0)
     assert error.value.field == "logprobs"
+
+
+@pytest.mark.parametrize("waiting,runs", [(0, 1), (2, 1), (40, 4)], ids=["none", "few", "many"])
+def test_a_step_hears_of_new_requests_unless_many_wait(waiting, runs, monkeypatch):
+    """Otherwise the rows that become free after the few have got theirs would stay empty until it ends."""
+    model = toy_model(rows=8)
+    way = decoding(model)
+    lane, [request] = way.lane, way.requests
+    for number in range(8 + waiting):
+        job = Job(lane, request._replace(number=number), False, asyncio.Queue())
+        lane.jobs[lane.admit(job.request)] = job
+    while len(lane.scheduler.waiting) > waiting:
+        lane.scheduler.run(1)
+    calls, run = [], lane.run
+    monkeypatch.setattr(lane, "run", lambda rounds: (calls.append(rounds), run(rounds)))
+    monkeypatch.setattr(lane, "called", lambda: True)
+    lane.step(1)
+    assert len(calls) == runs
 
 
 def test_once_compiled_a_server_spares_the_collector_what_exists():
