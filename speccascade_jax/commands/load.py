@@ -6,7 +6,8 @@ This measures, three times in turn, decoding of the same texts by the decode com
 saturation, a server with one row (one request at a time) and, with --vs-transformers, a server that answers
 with transformers, one request at a time. Then it measures the server at 50% and 90% load (time to first
 token) and at 120% load (memory and refusals). Each measurement is printed next to the scheduler simulation's
-prediction, which uses the times of a round and of a prompt, and the saturated server's requests per second.
+prediction. The simulation uses the times of a round and of a prompt. What else a request and a step of the
+server cost is fitted to two closed loops, with and without a queue.
 
     python scripts/load.py --config=demo --replicas=2
 
@@ -37,8 +38,6 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import numpy as np
-
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, console, exit_code, parsed
@@ -46,19 +45,17 @@ from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.load import Body, Load, closed_loop, merged, open_loop
 from speccascade_jax.evaluation.load_blocks import compared
+from speccascade_jax.evaluation.load_prediction import Alone
 from speccascade_jax.evaluation.losses import Killer, texts_of, under_kills
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.planning.simulation import SimulatedServer, simulate
-from speccascade_jax.scheduling.continuous import Continuous
-from speccascade_jax.scheduling.prompts import Request
-from speccascade_jax.serving.engine import ROUNDS
+from speccascade_jax.planning.simulation import SimulatedServer, fitted
 
-TIMED = 50  # the number of rounds whose median time is taken
 PASSES = 3  # the number of passes of each server over the texts
+LOADS = {"half_load": 0.5, "load_90": 0.9, "load_120": 1.2}  # shares of the rate that saturates a server
 FILE = "decode.py"  # what decodes the texts from a file
 
 
@@ -111,7 +108,7 @@ class Server:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.url = ""
+        self.url, self.queue = "", queue
 
     def until_ready(self) -> None:
         if not self.url and self.process.stdout is not None:
@@ -141,94 +138,6 @@ def served(config: str, rows: int, queue: int, *flags: str) -> Iterator[Server]:
         yield server
     finally:
         server.end()
-
-
-class Alone:
-    """The loop of the decode command over the texts, in this process."""
-
-    def __init__(self, run: DecodeConfig, rows: int, texts: Sequence[str]):
-        self.cascade, self.settings = Cascade.from_config(run), run.settings
-        self.rows, self.texts = rows, texts
-        encoded, _ = self.cascade.encode(texts)
-        self.widths = np.array([self.cascade.bucket(len(tokens)) for tokens in encoded])
-        self.tokens_per_second()  # compiles
-
-    def tokens_per_second(self) -> float:
-        began = time.perf_counter()
-        outputs = list(self.cascade.generate(self.texts, self.settings, batch_size=self.rows))
-        seconds = time.perf_counter() - began
-        self.tokens = np.array([len(output.tokens) for output in outputs])
-        calls = [output.counts.get("rounds", len(output.tokens)) for output in outputs]
-        self.rounds = np.maximum(calls, 1)
-        return float(self.tokens.sum() / seconds)
-
-    def server(self, times: dict[str, float], saturated: float) -> SimulatedServer:
-        """A server with these times whose largest rate is `saturated` requests per second. That gives what a
-        request costs beyond its rounds and its prompt, most of it HTTP."""
-        milliseconds = {
-            "round_seconds": times["round_ms"],
-            "prompt_seconds": times["prefill_ms"],
-            "together_seconds": times["prefill_together_ms"],
-        }
-        seconds = {name: value / 1000 for name, value in milliseconds.items()}
-        server = SimulatedServer(rows=self.rows, queue=self.rows, rounds=ROUNDS, **seconds)
-        return server.saturated_by(self.rounds, saturated)
-
-    def simulated(self, server: SimulatedServer, rate: float, seconds: float) -> dict[str, Any]:
-        """The latencies that clients of such a server should see, simulated from its scheduler's rules."""
-        numbers = np.arange(max(round(rate * seconds), 1)) % len(self.texts)
-        tokens, rounds, widths = self.tokens[numbers], self.rounds[numbers], self.widths[numbers]
-        return simulate(server, tokens, rounds, rate, widths=widths).summary()
-
-    def times(self) -> dict[str, float]:
-        """The milliseconds of a round, of reading one prompt, and of reading several together (per prompt),
-        with the programs of a full batch."""
-        requests = self._requests()
-        crowded, quiet = self._scheduler(), self._scheduler()
-        crowded.admit(requests)
-        together = [turn(crowded) for _ in range(TIMED) if crowded.busy][1:]  # the first fills all rows
-        alone = []
-        for request in requests[:TIMED]:
-            quiet.admit([request])
-            alone.append(turn(quiet))
-        rounds = [seconds for seconds, prompts in together + alone[1:] if prompts == 0]
-        round_seconds = median(rounds) if rounds else 0.0
-
-        def reading(turns: Sequence[tuple[float, int]]) -> float:
-            """The median seconds per prompt."""
-            spent = [(seconds - round_seconds) / prompts for seconds, prompts in turns if prompts]
-            return max(median(spent), 0.0) if spent else 0.0
-
-        single = [(seconds, prompts) for seconds, prompts in alone[1:] if prompts == 1]
-        return {
-            "round_ms": 1000 * round_seconds,
-            "prefill_ms": 1000 * reading(single or together),
-            "prefill_together_ms": 1000 * reading(together or single),
-        }
-
-    def _scheduler(self) -> Continuous:
-        cascade = self.cascade
-        [lane] = cascade.lanes([self.settings]).values()
-        return cascade.steady_scheduler(lane.plan, lane.params, self.rows, cascade.max_source_length)
-
-    def _requests(self) -> list[Request]:
-        """One for each text."""
-        [lane] = self.cascade.lanes([self.settings]).values()
-        rows, _ = self.cascade.encode(self.texts)
-        foreign = self.cascade.foreign_readings(self.texts)
-        return [
-            Request(row, self.settings, n, lane.numbers(self.settings), foreign=reading)
-            for n, (row, reading) in enumerate(zip(rows, foreign, strict=True))
-        ]
-
-
-def turn(scheduler: Continuous) -> tuple[float, int]:
-    """Runs a round, after reading prompts into free rows. Returns the seconds and the number of prompts."""
-    before, began = len(scheduler.waiting), time.perf_counter()
-    scheduler.run(1)
-    seconds = time.perf_counter() - began
-    scheduler.finished()
-    return seconds, before - len(scheduler.waiting)
 
 
 @contextlib.contextmanager
@@ -360,16 +269,14 @@ def measure_server(
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
             asyncio.run(closed_loop(url, bodies[: arguments.clients], arguments.clients))
-        rate, like_it = measure_throughput(alone, urls, bodies, arguments.clients, say)
-        simulated = partial(alone.simulated, dataclasses.replace(like_it, queue=queue))
-        measure_loads(server, bodies, rate, 60 * arguments.minutes, simulated, say)
+        measure_throughput(alone, urls, bodies, arguments.clients, say)
+        measure_loads(server, alone, bodies, arguments.clients, 60 * arguments.minutes, say)
 
 
 def measure_throughput(
     alone: Alone, urls: dict[str, str], bodies: Sequence[Body], clients: int, say: Say
-) -> tuple[float, SimulatedServer]:
-    """Measures decoding from a file and each server in turn. Returns the saturated server's requests per
-    second, and a server to simulate it by."""
+) -> None:
+    """Measures decoding from a file and each server in turn."""
     speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
     for name in track([FILE, *urls] * PASSES, "throughput"):
         if name == FILE:
@@ -379,12 +286,7 @@ def measure_throughput(
         loads.setdefault(name, []).append(asyncio.run(closed_loop(urls[name], bodies, clients)))
         if name == "saturated":
             cores.append((time.process_time() - spent) / loads[name][-1].seconds)
-    times = alone.times()
-    waited = [reply.seconds for load in loads["saturated"] for reply in load.accepted]
-    server = alone.server(times, clients / float(np.mean(waited)))  # Little's law
-    times["request_ms"] = 1000 * server.request_seconds
-    rounds = {"three_rounds_and_prefill_ms": 3 * times["round_ms"] + times["prefill_ms"]}
-    say(FILE, {"tokens_per_second": median(speeds), **times, **rounds, "clients_cores": median(cores)})
+    say(FILE, {"tokens_per_second": median(speeds), "clients_cores": median(cores)})
     ours = [load.tokens_per_second for load in loads["saturated"]]
     for name, measured in loads.items():
         others = speeds if name == "saturated" else [load.tokens_per_second for load in measured]
@@ -395,38 +297,68 @@ def measure_throughput(
             merged(measured).summary()
             | {f"ours_to_{against}": median(ratios), "least": ratios[0], "most": ratios[-1]},
         )
-    return median(load.requests_per_second for load in loads["saturated"]), server
 
 
 def measure_loads(
-    server: Server,
-    bodies: Sequence[Body],
-    rate: float,
-    seconds: float,
-    simulated: Callable[[float, float], dict[str, Any]],
-    say: Say,
+    server: Server, alone: Alone, bodies: Sequence[Body], clients: int, seconds: float, say: Say
 ) -> None:
-    """Measures the server at shares of `rate`, which saturates it: latency at 50% and 90% for at most a
-    minute each, refusals at 120% for `seconds`, and memory; each next to what a simulation predicts."""
-    for name, share in track([("half_load", 0.5), ("load_90", 0.9), ("load_120", 1.2)], "latency"):
-        duration = min(seconds, 60) if share < 1 else seconds
-        say(name, under_load(server, bodies, share * rate, duration))
-        say(f"{name}, simulated", simulated(share * rate, duration))
+    """Measures the server at shares of the rate that saturates it: latency at 50% and 90% for at most a
+    minute each, refusals at 120% for `seconds`, and memory. Each is next to what a simulation predicts. The
+    speed of a machine changes from minute to minute, so each pass takes its part of the time, and measures
+    anew what the simulation needs."""
+    seen, simulated, memory = ({name: list[Any]() for name in LOADS} for _ in range(3))
+    times = list[dict[str, float]]()
+    for _ in track(range(PASSES), "latency"):
+        rate, like_it = measure_saturated(server, alone, bodies, clients)
+        times.append(like_it.milliseconds)
+        for name, share in LOADS.items():
+            duration = (min(seconds, 60) if share < 1 else seconds) / PASSES
+            load, sizes = under_load(server, bodies, share * rate, duration)
+            seen[name].append(load)
+            memory[name] += sizes
+            simulated[name].append(alone.simulated(like_it, share * rate, duration))
+    say("times", medians(times))
+    for name in LOADS:
+        say(name, merged(seen[name]).summary() | {"megabytes": memory[name]})
+        say(f"{name}, simulated", medians(simulated[name]))
+        pairs = zip(simulated[name], (load.summary() for load in seen[name]), strict=True)
+        say(f"{name}, simulated over measured", medians([quotients(*pair) for pair in pairs]))
 
 
-def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> dict[str, Any]:
-    """What clients see at this rate of requests per second, and the server's memory meanwhile."""
-    memory = list[float]()
-    measured = asyncio.run(
-        open_loop(
-            server.url,
-            lambda number: bodies[number % len(bodies)],
-            rate,
-            seconds,
-            watch=lambda: memory.append(server.megabytes()),
-        )
+def measure_saturated(
+    server: Server, alone: Alone, bodies: Sequence[Body], clients: int
+) -> tuple[float, SimulatedServer]:
+    """The requests per second that saturate the server, and a server to simulate it by."""
+    full, few = (asyncio.run(closed_loop(server.url, bodies, count)) for count in (clients, alone.rows))
+    loops = {  # with a queue, several rounds are one step; without one, each is
+        "request_seconds": (clients, full.by_littles_law(clients)),
+        "step_seconds": (alone.rows, few.by_littles_law(alone.rows)),
+    }
+    return full.requests_per_second, fitted(alone.server(server.queue), alone.rounds, loops, alone.widths)
+
+
+def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> tuple[Load, list[int]]:
+    """What clients see at this rate of requests per second, and the server's megabytes meanwhile."""
+    memory = list[int]()
+    load = open_loop(
+        server.url,
+        lambda number: bodies[number % len(bodies)],
+        rate,
+        seconds,
+        watch=lambda: memory.append(round(server.megabytes())),
     )
-    return measured.summary() | {"megabytes": [round(size) for size in memory]}
+    return asyncio.run(load), memory
+
+
+def medians(summaries: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The median of each figure that all have."""
+    keys = [key for key in summaries[0] if all(figures.get(key) is not None for figures in summaries)]
+    return {key: median(figures[key] for figures in summaries) for key in keys}
+
+
+def quotients(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
+    """Prediction over measurement of each positive figure."""
+    return {key: value / measured[key] for key, value in predicted.items() if value and measured[key]}
 
 
 def blocks_by_load(

@@ -44,6 +44,10 @@ class Load:
     def requests_per_second(self) -> float:
         return len(self.accepted) / self.seconds
 
+    def by_littles_law(self, clients: int) -> float:
+        """The requests per second of a closed loop: the number of clients over the mean time to an answer."""
+        return clients / float(np.mean([reply.seconds for reply in self.accepted]))
+
     def summary(self) -> dict[str, Any]:
         """Counts, throughput, and the median and 99th percentile of the times of accepted requests, in ms."""
         kept = self.accepted

@@ -7,6 +7,7 @@ static batch. No round runs while prompts are read, or while a request is parsed
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from speccascade_jax.core.errors import FieldError
 
 BUSIEST = 0.95
 """The largest load of a planned server. Closer to 1, waiting times would keep growing for too long."""
+FITS = 4  # passes over the fitted fields, each of which also affects the others' rates a little
+TOLERANCE = 1e-6  # of fitted fields, in seconds
 LAST = 10_000_000  # most simulated rounds; a server that needs more is hopelessly overloaded
 
 
@@ -32,16 +35,33 @@ class SimulatedServer:
     queue: int  # most waiting requests; others are refused
     rounds: int = 1  # rounds between two checks for new requests
     together_seconds: float | None = None  # per prompt, to read `ahead` of them at once; None: prompt_seconds
-    request_seconds: float = 0.0  # everything else that one request costs: HTTP, tokenization, events
+    request_seconds: float = 0.0  # everything else that a request costs: HTTP, tokenization
+    step_seconds: float = 0.0  # everything else between two checks for new requests: events for clients
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "queue": 0, "rounds": 1, "prompt_seconds": 0, "request_seconds": 0}
+        least = {"rows": 1, "queue": 0, "rounds": 1}
+        least |= dict.fromkeys(("prompt_seconds", "request_seconds", "step_seconds"), 0)
         least |= {} if self.together_seconds is None else {"together_seconds": 0}
         for name, bound in least.items():
             if not bound <= getattr(self, name) < np.inf:
                 raise FieldError(name, getattr(self, name), f"it must be at least {bound}.")
         if not 0 < self.round_seconds < np.inf:
             raise FieldError("round_seconds", self.round_seconds, "it must be above 0.")
+
+    def by(self, name: str, seconds: float) -> "SimulatedServer":
+        """The server with another value of a field that costs seconds."""
+        changed: dict[str, Any] = {name: seconds}
+        return dataclasses.replace(self, **changed)
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """All fields that cost time."""
+        fields = dataclasses.asdict(self).items()
+        return {
+            name.replace("_seconds", "_ms"): 1000 * value
+            for name, value in fields
+            if name.endswith("_seconds") and value is not None
+        }
 
     @property
     def ahead(self) -> int:
@@ -59,11 +79,6 @@ class SimulatedServer:
         seconds = float(np.mean(rounds)) * self.round_seconds / self.rows
         seconds += self.reading_seconds(self.ahead) / self.ahead + self.request_seconds
         return seconds * requests_per_second
-
-    def saturated_by(self, rounds: Int[np.ndarray, " N"], requests_per_second: float) -> "SimulatedServer":
-        """This server, with the request_seconds for which this rate is the largest that it can serve."""
-        rest = 1 / requests_per_second - self.load(rounds, 1.0)
-        return dataclasses.replace(self, request_seconds=max(self.request_seconds + rest, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +132,9 @@ class Simulation:
         rounds: Int[np.ndarray, " N"],
         widths: Int[np.ndarray, " N"],
     ) -> None:
-        self.server, self.arrivals, self.rounds, self.widths = server, arrivals, rounds, widths
+        self.server, self.rounds, self.widths = server, rounds, widths
+        self.arrivals = np.array(arrivals)  # infinite: sent when an earlier request is answered
+        self.sent = int(np.isfinite(arrivals).sum())
         self.now, self.come = 0.0, 0
         self.waiting = {width: collections.deque[int]() for width in np.unique(widths)}
         self.read: collections.deque[int] = collections.deque()  # requests that wait for a row, prompts read
@@ -171,11 +188,15 @@ class Simulation:
             called = self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now
             if (called and not (crowded and self.many_wait)) or not self.present:
                 break
+        self.now += server.step_seconds
         for row in [*finished, *self.rows]:
             if not row.written:
                 row.written, self.first[row.number] = True, self.now
         for row in finished:
             self.whole[row.number] = self.now
+            if self.sent < len(self.arrivals):  # by then the next step has begun
+                self.arrivals[self.sent] = np.nextafter(self.now, np.inf)
+                self.sent += 1
 
     def _rounds(self, limit: int) -> list[Row]:
         """Simulates Continuous.run(): prompts are read into free rows, then up to `limit` rounds run, until
@@ -254,6 +275,37 @@ def simulate(
         float(simulation.now - arrivals[0]),
         simulation.row_rounds / max(simulation.all_rounds * server.rows, 1),
     )
+
+
+def in_closed_loop(
+    server: SimulatedServer, rounds: Int[np.ndarray, " N"], clients: int, widths: Int[np.ndarray, " N"]
+) -> float:
+    """Simulates clients each of which sends a request when its last one is answered. Returns the requests per
+    second by Little's law: the number of clients over the mean time to an answer."""
+    arrivals = np.where(np.arange(len(rounds)) < clients, 0.0, np.inf)
+    simulation = Simulation(server, arrivals, rounds, widths)
+    simulation.run()
+    return min(clients, len(rounds)) / float(np.mean(simulation.whole - simulation.arrivals))
+
+
+def fitted(
+    server: SimulatedServer,
+    rounds: Int[np.ndarray, " N"],
+    measured: Mapping[str, tuple[int, float]],
+    widths: Int[np.ndarray, " N"],
+) -> SimulatedServer:
+    """The server with new values of some fields, each of which costs seconds. `measured` maps a field to a
+    number of clients and the requests per second that they got from the real server in a closed loop. Each
+    field gets the value at which the simulated clients get as many, or 0 if they get fewer anyway."""
+    for _ in range(FITS):
+        for name, (clients, rate) in measured.items():
+            low, high = 0.0, 1 / rate  # with `high`, a request alone would take too long
+            while high - low > TOLERANCE:
+                middle = (low + high) / 2
+                served = in_closed_loop(server.by(name, middle), rounds, clients, widths)
+                low, high = (middle, high) if served >= rate else (low, middle)
+            server = server.by(name, low)
+    return server
 
 
 def rounds_of_texts(

@@ -1,10 +1,19 @@
 """The simulated server, compared with queues of known laws and with the real scheduler."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from speccascade_jax.core.errors import FieldError
-from speccascade_jax.planning.simulation import SimulatedServer, fewest, rounds_of_texts, simulate
+from speccascade_jax.planning.simulation import (
+    SimulatedServer,
+    fewest,
+    fitted,
+    in_closed_loop,
+    rounds_of_texts,
+    simulate,
+)
 
 
 def texts(count, rounds):
@@ -68,13 +77,27 @@ def test_prompts_of_one_width_are_read_together():
     assert first[5] == pytest.approx(first[6]) and first[7] > first[5] + 3
 
 
-def test_what_a_request_costs_is_found_from_the_largest_rate():
-    server = SimulatedServer(8, 0.01, 0.008, 64, together_seconds=0.002)
-    tokens, rounds = texts(4000, 6)
-    measured = server.saturated_by(rounds, 80.0)
-    assert measured.load(rounds, 80.0) == pytest.approx(1) and measured.request_seconds > 0
-    assert simulate(measured, tokens, rounds, 1000.0).tokens_per_second == pytest.approx(80 * 30, rel=0.03)
-    assert server.saturated_by(rounds, 1e6) == server  # no rate makes a request cost less than nothing
+def test_the_client_of_a_closed_loop_has_the_server_to_itself():
+    server = SimulatedServer(8, 0.01, 0.008, 100, request_seconds=0.001, step_seconds=0.002)
+    _, rounds = texts(100, 6)
+    alone = 0.008 + 0.001 + 6 * (0.01 + 0.002)
+    assert in_closed_loop(server, rounds, 1, np.zeros(100, int)) == pytest.approx(1 / alone)
+
+
+def test_what_requests_and_steps_cost_is_found_from_closed_loops():
+    """Those of a server that is itself simulated, from a long queue and from none."""
+    known = SimulatedServer(8, 0.01, 0.008, 64, 2, 0.002, request_seconds=0.0015, step_seconds=0.003)
+    rounds, widths = np.random.default_rng(0).integers(1, 6, 400), np.zeros(400, int)
+    measured = {
+        name: (clients, in_closed_loop(known, rounds, clients, widths))
+        for name, clients in (("request_seconds", 32), ("step_seconds", 8))
+    }
+    blank = dataclasses.replace(known, request_seconds=0.0, step_seconds=0.0)
+    found = fitted(blank, rounds, measured, widths)
+    assert found.request_seconds == pytest.approx(0.0015, rel=0.1)
+    assert found.step_seconds == pytest.approx(0.003, rel=0.1)
+    faster = {name: (clients, 2 * rate) for name, (clients, rate) in measured.items()}
+    assert fitted(blank, rounds, faster, widths) == blank  # nothing costs less than nothing
 
 
 def test_rounds_of_a_text_are_a_renewal_process():
@@ -118,6 +141,7 @@ def test_a_queue_that_only_begins_to_grow_is_no_plan():
         ("prompt_seconds", -1.0),
         ("together_seconds", -1.0),
         ("request_seconds", -1.0),
+        ("step_seconds", -1.0),
     ],
 )
 def test_an_invalid_server_is_refused(field, value):

@@ -286,7 +286,9 @@ def test_load_measures_a_server_against_decode(served_config, tmp_path, monkeypa
         assert found[name]["tokens_per_second"] > 0
     least, own, most = (found["saturated"][name] for name in ("least", "ours_to_decode.py", "most"))
     assert least <= own <= most
+    assert found["times"]["round_ms"] > 0 and found["times"]["request_ms"] >= 0
     for name in ("half_load", "load_120"):
+        assert found[f"{name}, simulated over measured"]["whole_ms_p50"] > 0
         assert found[name]["lost"] == 0 and found[name]["requests"] == (
             found[name]["accepted"] + found[name]["refused_429"]
         )
