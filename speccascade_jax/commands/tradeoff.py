@@ -1,11 +1,10 @@
 """Sweeps methods and leniences on a task, and shows quality against time in a table and in plots.
 
-    python scripts/tradeoff.py --config=demo --temperatures 0 1 --output sweep
-    python scripts/tradeoff.py --config=demo --output sweep \\
-        --at-quality=verifier --pick picked.py
+    python scripts/tradeoff.py --config=demo --methods speculative opt \\
+        --limit 200 --at-quality=verifier --output sweep
     python scripts/decode.py --config=picked.py
 
-If a sweep is interrupted, the same command resumes it.
+With all methods and a whole split, a sweep takes hours. If it is interrupted, the same command resumes it.
 """
 
 import dataclasses
