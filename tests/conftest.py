@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 
 # Most time here goes into compiling programs that are tiny and run few times, so nothing is optimised, and no
@@ -48,12 +49,18 @@ CHECKED = "core", "baselines", "models", "inference"
 """Packages in which the shapes and dtypes of signatures are checked whenever tests call or trace them, with
 --full only, because the quick suite has no time for it."""
 
+COMPILED = "compiled"  # programs, in pytest's cache
+MOST_BYTES = 2 << 30  # of programs from earlier runs, which are deleted beyond that
+
 
 def pytest_configure(config):
     if config.getoption("--full"):
         install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
     if not hasattr(config, "workerinput"):  # the one process that hears of all tests
         config.pluginmanager.register(Skips(config.cache))
+        compiled = config.cache.mkdir(COMPILED)
+        if sum(file.stat().st_size for file in compiled.iterdir()) > MOST_BYTES:
+            shutil.rmtree(compiled)
 
 
 def pytest_runtest_setup(item):
@@ -136,12 +143,11 @@ def compile_well(request):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def compile_once(tmp_path_factory):
-    """Programs that tests compile again come from a cache on disk, $JAX_COMPILATION_CACHE_DIR if set."""
+def compile_once(request):
+    """Compiled programs are kept on disk for this run and later ones, in $JAX_COMPILATION_CACHE_DIR if that
+    is set, and otherwise in pytest's cache."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        shared = tmp_path_factory.getbasetemp()  # of all workers, where there are several
-        shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-        jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(request.config.cache.mkdir(COMPILED)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
