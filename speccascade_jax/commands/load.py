@@ -328,8 +328,9 @@ def measure_loads(
 def measure_saturated(
     server: Server, alone: Alone, bodies: Sequence[Body], clients: int
 ) -> tuple[float, SimulatedServer]:
-    """The requests per second that saturate the server, and a server to simulate it by."""
-    full, few = (asyncio.run(closed_loop(server.url, bodies, count)) for count in (clients, alone.rows))
+    """The requests per second that saturate the server for a while, and a server to simulate it by."""
+    full = asyncio.run(closed_loop(server.url, [*bodies] * PASSES, clients))
+    few = asyncio.run(closed_loop(server.url, bodies, alone.rows))
     loops = {  # with a queue, several rounds are one step; without one, each is
         "request_seconds": (clients, full.by_littles_law(clients)),
         "step_seconds": (alone.rows, few.by_littles_law(alone.rows)),
