@@ -53,7 +53,7 @@ class Alone:
         for request in requests[:TIMED]:
             quiet.admit([request])
             alone.append(turn(quiet))
-        turns = together + alone[1:]
+        turns = together + alone[1:] or alone
         rounds = [seconds for seconds, prompts in turns if prompts == 0]
         round_seconds = median(rounds) if rounds else min(turns)[0]
 
