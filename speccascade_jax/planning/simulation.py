@@ -280,9 +280,9 @@ def simulate(
 def in_closed_loop(
     server: SimulatedServer, rounds: Int[np.ndarray, " N"], clients: int, widths: Int[np.ndarray, " N"]
 ) -> float:
-    """Simulates clients each of which sends a request when its last one is answered; the server must have room
-    for all of them. Returns the requests per second by Little's law: the number of clients over the mean time
-    to an answer."""
+    """Simulates clients each of which sends a request when its last one is answered. The server must have
+    room for all of them. Returns the requests per second by Little's law: the number of clients over the mean
+    time to an answer."""
     arrivals = np.where(np.arange(len(rounds)) < clients, 0.0, np.inf)
     simulation = Simulation(server, arrivals, rounds, widths)
     simulation.run()
