@@ -53,6 +53,7 @@ from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning.simulation import SimulatedServer, fitted
+from speccascade_jax.serving.engine import ROUNDS
 
 PASSES = 3  # the number of passes of each server over the texts
 LOADS = {"half_load": 0.5, "load_90": 0.9, "load_120": 1.2}  # shares of the rate that saturates a server
@@ -335,7 +336,8 @@ def measure_saturated(
         "request_seconds": (clients, full.by_littles_law(clients)),
         "step_seconds": (alone.rows, few.by_littles_law(alone.rows)),
     }
-    return full.requests_per_second, fitted(alone.server(server.queue), alone.rounds, loops, alone.widths)
+    blank = alone.server(server.queue, ROUNDS)
+    return full.requests_per_second, fitted(blank, alone.rounds, loops, alone.widths)
 
 
 def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> tuple[Load, list[int]]:

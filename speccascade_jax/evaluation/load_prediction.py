@@ -13,7 +13,6 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning.simulation import SimulatedServer, simulate
 from speccascade_jax.scheduling.continuous import Continuous
 from speccascade_jax.scheduling.prompts import Request
-from speccascade_jax.serving.engine import ROUNDS
 
 TIMED = 50  # the number of rounds whose median time is taken
 
@@ -43,7 +42,7 @@ class Alone:
         tokens, rounds, widths = self.tokens[numbers], self.rounds[numbers], self.widths[numbers]
         return simulate(server, tokens, rounds, rate, widths=widths).summary()
 
-    def server(self, queue: int) -> SimulatedServer:
+    def server(self, queue: int, rounds_per_step: int) -> SimulatedServer:
         """A server with this queue and the measured times of rounds and prompts, which does nothing else."""
         requests = self._requests()
         crowded, quiet = self._scheduler(), self._scheduler()
@@ -68,7 +67,7 @@ class Alone:
             round_seconds=round_seconds,
             prompt_seconds=reading(single or together),
             queue=queue,
-            rounds=ROUNDS,
+            rounds=rounds_per_step,
             together_seconds=reading(together or single),
         )
 
