@@ -310,14 +310,14 @@ def measure_loads(
     seen, simulated, memory = ({name: list[Any]() for name in LOADS} for _ in range(3))
     times = list[dict[str, float]]()
     for _ in track(range(PASSES), "latency"):
-        rate, like_it = measure_saturated(server, alone, bodies, clients)
-        times.append(like_it.milliseconds)
+        rate, twin = measure_saturated(server, alone, bodies, clients)
+        times.append(twin.milliseconds)
         for name, share in LOADS.items():
             duration = (min(seconds, 60) if share < 1 else seconds) / PASSES
             load, sizes = under_load(server, bodies, share * rate, duration)
             seen[name].append(load)
             memory[name] += sizes
-            simulated[name].append(alone.simulated(like_it, share * rate, duration))
+            simulated[name].append(alone.simulated(twin, share * rate, duration))
     say("times", medians(times))
     for name in LOADS:
         say(name, merged(seen[name]).summary() | {"megabytes": memory[name]})
@@ -336,8 +336,8 @@ def measure_saturated(
         "request_seconds": (clients, full.by_littles_law(clients)),
         "step_seconds": (alone.rows, few.by_littles_law(alone.rows)),
     }
-    blank = alone.server(server.queue, ROUNDS)
-    return full.requests_per_second, fitted(blank, alone.rounds, loops, alone.widths)
+    bare = alone.server(server.queue, ROUNDS)
+    return full.requests_per_second, fitted(bare, alone.rounds, loops, alone.widths)
 
 
 def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> tuple[Load, list[int]]:

@@ -84,6 +84,14 @@ def test_the_client_of_a_closed_loop_has_the_server_to_itself():
     assert in_closed_loop(server, rounds, 1, np.zeros(100, int)) == pytest.approx(1 / alone)
 
 
+def test_rows_that_become_free_do_not_wait_for_the_end_of_a_step():
+    """As many clients as rows in the queue keep the server nearly as busy as a long queue."""
+    server = SimulatedServer(8, 0.01, 0.004, 100, 2, together_seconds=0.002)
+    rounds, widths = np.random.default_rng(0).integers(1, 6, 2000), np.zeros(2000, int)
+    few, many = (in_closed_loop(server, rounds, clients, widths) for clients in (16, 70))
+    assert few > 0.9 * many
+
+
 def test_what_requests_and_steps_cost_is_found_from_closed_loops():
     """Those of a server that is itself simulated, from a long queue and from none."""
     known = SimulatedServer(8, 0.01, 0.008, 64, 2, 0.002, request_seconds=0.0015, step_seconds=0.003)
