@@ -265,8 +265,16 @@ class Member(Job):
                     break
         if not (through or self.failed):
             self._send("lost", end)
-            os.write(2, f"error: {end}, and the job ends; the same command resumes.\n".encode())
-            os._exit(LOST)
+            exit_saying(f"error: {end}, and the job ends; the same command resumes.\n")
+
+
+def exit_saying(sentence: str) -> None:
+    """Exits with the code LOST. The sentence is the last line on stderr: what XLA's threads report about the
+    lost process at the same time comes before it or not at all."""
+    stderr = os.dup(2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.write(stderr, sentence.encode())
+    os._exit(LOST)
 
 
 def _accepted(processes: int) -> dict[int, socket.socket]:
