@@ -37,19 +37,24 @@ def track(
             items, name, total=total, completed=completed, console=screen, transient=True
         )
         return
-    began = said = time.monotonic()
+    first = said = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
+        if done == 1:
+            first = now  # what is compiled for the first item is not compiled again
         if now - said >= EVERY:
             said = now
-            screen.print(line(name, completed + done, total, (now - began) / done), soft_wrap=True)
+            seconds = (now - first) / (done - 1) if done > 1 else None
+            screen.print(line(name, completed + done, total, seconds), soft_wrap=True)
 
 
-def line(name: str, done: int, total: int | None, seconds: float) -> str:
+def line(name: str, done: int, total: int | None, seconds: float | None) -> str:
     """ "decoding: 20 of 100, about 2 min left", at this number of seconds per item."""
     if total is None:
         return f"{name}: {done} done"
+    if seconds is None:
+        return f"{name}: {done} of {total}"
     return f"{name}: {done} of {total}, about {duration(seconds * (total - done))} left"
 
 

@@ -14,8 +14,19 @@ def test_an_occasional_line_without_a_terminal(monkeypatch):
     screen = Console(file=io.StringIO(), width=20)
     assert list(track(range(10), "decoding", 15, completed=5, console=screen)) == list(range(10))
     said = screen.file.getvalue().splitlines()
-    assert said[0] == "decoding: 8 of 15, about 63 s left"  # 27 s of 3 items: more than EVERY
+    assert said[0] == "decoding: 8 of 15, about 63 s left"  # after 27 s, more than EVERY
     assert [text.split(",")[0] for text in said] == [f"decoding: {n} of 15" for n in (8, 11, 14)]
+
+
+def test_the_first_item_tells_nothing_of_the_others(monkeypatch):
+    clock = iter([0, 60, 61, 90])  # it includes compilation
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    screen = Console(file=io.StringIO())
+    list(track(range(3), "decoding", 103, console=screen))
+    assert screen.file.getvalue().splitlines() == [
+        "decoding: 1 of 103",
+        "decoding: 3 of 103, about 25 min left",
+    ]
 
 
 def test_short_or_quiet_work_shows_no_progress():
