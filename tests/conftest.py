@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import time
+from pathlib import Path
 
 # Most time here goes into compiling programs that are tiny and run few times, so nothing is optimised, and no
 # program is cut into parts that are compiled side by side. What runs for long is optimised at LLVM's level 1,
@@ -49,8 +50,12 @@ CHECKED = "core", "baselines", "models", "inference"
 """Packages in which the shapes and dtypes of signatures are checked whenever tests call or trace them, with
 --full only, because the quick suite has no time for it."""
 
-COMPILED = "compiled"  # programs, in pytest's cache
-MOST_BYTES = 2 << 30  # of programs from earlier runs, which are deleted beyond that
+PROGRAMS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speccascade_jax_tests"
+"""Programs that tests have compiled, unless $JAX_COMPILATION_CACHE_DIR names another folder: a second run, in
+whichever clone, is faster. Tests that kill processes keep away from it, because JAX writes its files in
+place."""
+MOST_BYTES = 2 << 30
+"""PROGRAMS is emptied before a run if there is more in it."""
 
 
 def pytest_configure(config):
@@ -58,9 +63,19 @@ def pytest_configure(config):
         install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
     if not hasattr(config, "workerinput"):  # the one process that hears of all tests
         config.pluginmanager.register(Skips(config.cache))
-        compiled = config.cache.mkdir(COMPILED)
-        if sum(file.stat().st_size for file in compiled.iterdir()) > MOST_BYTES:
-            shutil.rmtree(compiled)
+        keep_programs()
+
+
+def keep_programs():
+    """Has this process, and those that it starts, keep the programs they compile."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        PROGRAMS.mkdir(parents=True, exist_ok=True)
+        if sum(file.stat().st_size for file in PROGRAMS.iterdir()) > MOST_BYTES:
+            shutil.rmtree(PROGRAMS)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+        jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_runtest_setup(item):
@@ -140,15 +155,6 @@ def compile_well(request):
     counted = request.config.getoption("--full") and "rows" in request.fixturenames
     long = counted or request.node.get_closest_marker("long") is not None
     jax.config.update("jax_disable_most_optimizations", not long)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def compile_once(request):
-    """Compiled programs are kept on disk for this run and later ones, in $JAX_COMPILATION_CACHE_DIR if that
-    is set, and otherwise in pytest's cache."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(request.config.cache.mkdir(COMPILED)))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture(autouse=True, scope="module")

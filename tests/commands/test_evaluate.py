@@ -83,7 +83,6 @@ def environment(tmp_path, count=1):
         **os.environ,
         "XLA_FLAGS": devices(count),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
 

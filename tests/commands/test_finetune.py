@@ -62,7 +62,6 @@ def environment(toy, count=1):
         "XLA_FLAGS": devices(count),
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(toy / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
 
