@@ -26,8 +26,8 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
+from checking import check_signatures
 from corpora import PROMPTS, SENTENCES, TURN, shuffled
-from jaxtyping import install_import_hook
 from skips import OUT_OF_TIME, Skips, file_of, was_skipped
 
 
@@ -60,7 +60,7 @@ MOST_BYTES = 2 << 30
 
 def pytest_configure(config):
     if config.getoption("--full"):
-        install_import_hook([f"speccascade_jax.{name}" for name in CHECKED], "checking.typechecker")
+        check_signatures([f"speccascade_jax.{name}" for name in CHECKED])
     if not hasattr(config, "workerinput"):  # the one process that hears of all tests
         config.pluginmanager.register(Skips(config.cache))
         keep_programs()

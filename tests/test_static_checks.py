@@ -1,12 +1,17 @@
-"""Planted typos: a misspelt name does not survive `ruff check . && mypy`."""
+"""Planted mistakes: no misspelt name survives `ruff check . && mypy`, no wrong shape `pytest --full`."""
 
 import ast
 import shutil
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
+from checking import shapeless_and_nested
+from jaxtyping import Array, Float, TypeCheckError
 from processes import REPOSITORY
+
+from speccascade_jax.core.transforms import renormalized
 
 FILES = ["core/transforms.py", "models/t5.py", "tokenizers/tokenizer.py"]
 
@@ -83,3 +88,21 @@ def test_everything_is_formatted():
         text=True,
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.full
+def test_wrong_shapes_and_dtypes_are_refused():
+    """By what --full installs."""
+    probs = jnp.full((2, 3), 1 / 3)
+    for mask in jnp.ones((2, 4), bool), jnp.ones((2, 3)):
+        with pytest.raises(TypeCheckError):
+            renormalized(probs, mask)
+
+
+def test_nested_functions_without_shapes_are_not_checked():
+    def plain(x: int): ...
+
+    def shaped(x: tuple[Float[Array, " B"], int]): ...
+
+    found = [shapeless_and_nested(function) for function in (plain, shaped, renormalized)]
+    assert found == [True, False, False]

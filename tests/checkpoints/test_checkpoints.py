@@ -20,7 +20,7 @@ from flax import nnx, serialization, traverse_util
 from processes import REPOSITORY, devices, run
 from safetensors.numpy import load_file, save_file
 from shapes import TINY_T5, TINY_T5_1_0
-from tiny_models import random_checkpoint, transformers_t5
+from tiny_models import prefill, random_checkpoint, transformers_t5
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import huggingface
@@ -97,9 +97,9 @@ def test_t5x_checkpoints_reproduce_t5x_logits(folder, reference, tmp_path):
     length = jnp.array([source.shape[1]], jnp.int32)
     forced = nnx.merge(model.graphdef(), params)(source, length, target)
     np.testing.assert_allclose(forced, logits, rtol=0, atol=1e-5)
-    _, cache = model.prefill(params, source, length, target.shape[1])
+    _, cache = prefill(model, params, source, length, target.shape[1])
     for begin, end in ((0, 3), (3, 4), (4, 8)):
-        part, cache = model.extend(params, target[:, begin:end], cache)
+        part, cache = jax.jit(model.extend)(params, target[:, begin:end], cache)
         np.testing.assert_allclose(part, logits[:, begin:end], rtol=0, atol=1e-5)
 
     checkpoints.save(tmp_path / "again", loaded, "t5x")

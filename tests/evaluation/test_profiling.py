@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import prefill
 from toys import TableLM, table
 
 from speccascade_jax.core import loop
@@ -48,16 +49,17 @@ def test_a_round_is_repeated_at_one_position(method):
 
 def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
     model, params = FixedLogits(5), np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32)
-    prefix, cache = model.prefill(params, jnp.ones((2, 3), jnp.int32), jnp.array([3, 2]), 20)
+    prefix, cache = prefill(model, params, jnp.ones((2, 3), jnp.int32), jnp.array([3, 2]), 20)
     assert prefix.tokens.shape == (2, 1)
     tokens = jnp.array([[1, 2, 3, 4], [2, 2, 0, 1]])
-    _, longer = model.extend(params, tokens, cache)
+    _, longer = jax.jit(model.extend)(params, tokens, cache)
     np.testing.assert_array_equal(longer.length, cache.length + 4)
     np.testing.assert_array_equal(model.roll_back(longer, cache.length).length, cache.length)
     back = model.roll_back(longer, cache.length + 1)
-    _, one = model.extend(params, tokens[:, :1], cache)
+    _, one = jax.jit(model.extend)(params, tokens[:, :1], cache)
     np.testing.assert_array_equal(
-        model.extend(params, tokens[:, 1:], back)[0], model.extend(params, tokens[:, 1:], one)[0]
+        jax.jit(model.extend)(params, tokens[:, 1:], back)[0],
+        jax.jit(model.extend)(params, tokens[:, 1:], one)[0],
     )
     sampler, state = begun("token_v3", model, model, (params, params))
     after = loop.run(sampler, (params, params), state, 2, eos_id=-1)

@@ -2,10 +2,12 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpora import PROMPTS
+from tiny_models import prefill
 
 from speccascade_jax import checkpoints
 from speccascade_jax.inference.text import Cascade
@@ -75,9 +77,9 @@ def test_logits_of_training_are_those_of_decoding(gemma_pair):
     rng = np.random.default_rng(0)
     source, target = rng.integers(4, 300, (3, 11)), rng.integers(4, 300, (3, 9))
     length = jnp.array([11, 4, 1])
-    forced = model.forced(params, source, length, jnp.asarray(target))
+    forced = jax.jit(model.forced)(params, source, length, jnp.asarray(target))
     for row in range(3):
-        _, cache = model.prefill(params, source[row : row + 1], length[row : row + 1], 32)
+        _, cache = prefill(model, params, source[row : row + 1], length[row : row + 1], 32)
         fed = np.concatenate([source[row, length[row] - 1][None], target[row, :-1]])
-        logits, _ = model.extend(params, fed[None], cache)
+        logits, _ = jax.jit(model.extend)(params, fed[None], cache)
         np.testing.assert_allclose(forced[row], logits[0], atol=1e-5)

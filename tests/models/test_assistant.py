@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from member_laws import check_lossless_texts
 from shapes import LENGTH, SOURCE, TINY_ASSISTANT, TINY_GEMMA4
-from tiny_models import random_checkpoint, transformers_gemma4
+from tiny_models import prefill, random_checkpoint, transformers_gemma4
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints.assistant import describe, read_config
@@ -103,7 +103,7 @@ def drafted(model, params, texts, lengths):
     """What the assistant drafts, in ROUNDS rounds of all texts at once, after each text's first `lengths`
     tokens; and how many of the drafts stand."""
     draft, read = (jax.jit(lambda *given, member=member: member.extend(*given)) for member in model.members)
-    _, cache = model.prefill(params, texts, lengths, 64)
+    _, cache = prefill(model, params, texts, lengths, 64)
     last, rows = texts[np.arange(len(texts)), lengths - 1], []
     for _ in range(ROUNDS):
         tokens, start = [last], np.asarray(cache.length)

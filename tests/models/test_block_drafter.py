@@ -12,7 +12,7 @@ from flax import nnx
 from joint_laws import FAIL_BELOW, exact
 from member_laws import check_full, check_shared, text_of
 from shapes import LENGTH, SOURCE, TINY_T5
-from tiny_models import in_blocks, prefilled, random_checkpoint
+from tiny_models import in_blocks, prefill, prefilled, random_checkpoint
 from toys import block_law, chi_square
 
 from speccascade_jax import checkpoints
@@ -62,7 +62,7 @@ def expected(network, params, text, begin, count):
             block_drafter, "begins", lambda *_: jnp.where(inside, begin[:, None], position).astype(jnp.int32)
         )
         target = np.pad(text[:, 1:], ((0, 0), (0, 1)))
-        drafted, _ = network.forced_members(params, SOURCE, LENGTH, target)
+        drafted, _ = jax.jit(network.forced_members)(params, SOURCE, LENGTH, target)
     return np.take_along_axis(drafted, (begin[:, None] + np.arange(count))[..., None], axis=1)
 
 
@@ -81,7 +81,7 @@ def drafted(network, params, text, sizes, count):
     drafter, verifier = network.members
     _, cache = in_blocks(verifier, params, text[:, : sum(sizes)], sizes, prefilled(network, params))
     cache = network.roll_back(cache, jnp.asarray(BEGINS))
-    return np.asarray(drafter.extend(params, masked(text, BEGINS, count), cache)[0])
+    return np.asarray(jax.jit(drafter.extend)(params, masked(text, BEGINS, count), cache)[0])
 
 
 @pytest.mark.full
@@ -128,7 +128,7 @@ def test_rows_are_independent_and_can_be_replaced(network):
     drafter, verifier = (jax.jit(member.extend) for member in model.members)
 
     def begun(which):
-        _, cache = model.prefill(params, SOURCE[which], LENGTH[which], 64)
+        _, cache = prefill(model, params, SOURCE[which], LENGTH[which], 64)
         _, cache = verifier(params, text[which][:, :12], cache)
         return model.roll_back(cache, jnp.asarray(BEGINS[which]))
 
@@ -311,7 +311,7 @@ def laws_of(model, params, gamma):
 
     def of_source(n):
         source, length = (x[n : n + 1] for x in SOURCES)
-        _, begun = model.prefill(params, source, length, 16)
+        _, begun = prefill(model, params, source, length, 16)
 
         def drafts(text):
             _, cache = read(params, np.array([(*text[:-1], 0)], np.int32), begun)

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from served_toys import check_served
 from shapes import DECODERS, EAGLE_VERIFIER, LENGTH, SOURCE, TARGET, TINY_EAGLE
-from tiny_models import random_checkpoint
+from tiny_models import prefill, random_checkpoint
 from toys import chi_square, target
 
 from speccascade_jax import checkpoints
@@ -99,7 +99,7 @@ def as_published(drafter):
     model, params = drafter.model.member_of, drafter.params
     draft, read = (jax.jit(partial(member.extend, params)) for member in model.members)
     text, worst = PUBLISHED["text"], 0.0
-    _, cache = model.prefill(params, np.array([PUBLISHED["prompt"]]), np.array([9]), 32)
+    _, cache = prefill(model, params, np.array([PUBLISHED["prompt"]]), np.array([9]), 32)
     _, cache = read(np.array([[text[8]]]), cache)
     targets = np.array(PUBLISHED["offsets"]) + np.arange(23)
     for rounds in PUBLISHED["rounds"]:
@@ -161,7 +161,7 @@ def check_against_reference(model, params, rounds, atol=1e-4):
     reference, rng = Reference(model, params), np.random.default_rng(0)
     vocab = model.vocab_size
     draft, read = (jax.jit(partial(member.extend, params)) for member in model.members)
-    _, cache = model.prefill(params, SOURCE % vocab, LENGTH, 96)
+    _, cache = prefill(model, params, SOURCE % vocab, LENGTH, 96)
     texts = [(row[:length] % vocab).tolist() for row, length in zip(SOURCE, LENGTH, strict=True)]
     for number in range(rounds):
         begins = np.array([len(text) - 1 for text in texts])
@@ -206,7 +206,7 @@ def test_a_verifier_of_another_family():
 
     @partial(jax.jit, static_argnums=0)
     def read(model, params):
-        _, cache = model.prefill(params, SOURCE, LENGTH, 48)
+        _, cache = prefill(model, params, SOURCE, LENGTH, 48)
         for number in (0, 1, 0):
             logits, cache = model.extend_member(number, params, TARGET[:, :2], cache)
         return logits

@@ -133,7 +133,7 @@ def test_nothing_is_copied(config):
     }[config.head]
     sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, full)]
     assert sizes[0] - sizes[1] == exits * own
-    forced = model.forced_members(params, SOURCE, LENGTH, TARGET)
+    forced = jax.jit(model.forced_members)(params, SOURCE, LENGTH, TARGET)
     if config.head != "shared":  # it begins as the full model's norm and head, which the last layer has, too
         scale = mine["exits", 0, "norm", "scale"][...]
         np.testing.assert_array_equal(
@@ -143,7 +143,7 @@ def test_nothing_is_copied(config):
             ][...],
         )
     shared = model_of(dataclasses.replace(config, head="shared"))
-    expected = shared.forced_members(shared.around(full, 0), SOURCE, LENGTH, TARGET)
+    expected = jax.jit(shared.forced_members)(shared.around(full, 0), SOURCE, LENGTH, TARGET)
     np.testing.assert_allclose(forced[0], expected[0], atol=1e-5)
 
 

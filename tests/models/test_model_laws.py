@@ -23,7 +23,7 @@ from shapes import (
     TINY_T5GEMMA,
     TINY_T5GEMMA2,
 )
-from tiny_models import in_blocks, prefilled
+from tiny_models import in_blocks, prefill, prefilled
 
 from speccascade_jax.core.nests import insert
 from speccascade_jax.models import DFlashPairConfig, EaglePairConfig, model_of
@@ -92,7 +92,7 @@ def test_rows_are_independent(tiny):
     model, params = tiny
     together, _ = in_blocks(model, params, TARGET, [10, 20], prefilled(model, params))
     for row in range(3):
-        _, cache = model.prefill(params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64)
+        _, cache = prefill(model, params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64)
         alone, _ = in_blocks(model, params, TARGET[row : row + 1], [10, 20], cache)
         np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_vocabulary(tiny):
 @pytest.mark.full(quick=["gemma"])
 def test_padding_does_not_matter(tiny):
     model, params = tiny
-    _, cache = model.prefill(params, SOURCE[:, :13], np.minimum(LENGTH, 13), 64)
+    _, cache = prefill(model, params, SOURCE[:, :13], np.minimum(LENGTH, 13), 64)
     short, _ = in_blocks(model, params, TARGET, [30], cache)
     long, _ = in_blocks(model, params, TARGET, [30], prefilled(model, params))
     np.testing.assert_allclose(short[1:], long[1:], atol=1e-5)
@@ -122,7 +122,7 @@ def begun(tiny):
     def of_rows(which, width):
         which = np.array(which)
         source, length = SOURCE[which, :width], np.minimum(LENGTH[which], width)
-        _, start = jax.jit(model.prefill, static_argnums=3)(params, source, length, width + 34)
+        _, start = prefill(model, params, source, length, width + 34)
         return in_blocks(model, params, TARGET[which], [3], start)[1]
 
     return of_rows
@@ -174,7 +174,7 @@ def check_segments(model, params, atol=1e-5):
     expected = read(held, 3)
     for which in (np.array([False, True]), np.array([True])):
         begun = SOURCE[2 : 2 + 1].repeat(len(which), 0)
-        _, cache = model.prefill(params, begun, LENGTH[:1].repeat(len(which)), 34)
+        _, cache = prefill(model, params, begun, LENGTH[:1].repeat(len(which)), 34)
         before = cache.length
         put = jax.jit(model.with_segment)
         for n, part in enumerate(parts):
@@ -184,7 +184,7 @@ def check_segments(model, params, atol=1e-5):
         for logits, wanted in zip(found, expected, strict=True):
             np.testing.assert_allclose(logits[-1], wanted[row], atol=atol)
         if len(which) > 1:  # the other row is as it was
-            _, alone = model.prefill(params, begun[:1], LENGTH[:1], 34)
+            _, alone = prefill(model, params, begun[:1], LENGTH[:1], 34)
             for logits, own in zip(found, read(alone, 1), strict=True):
                 np.testing.assert_allclose(logits[0], own[0], atol=atol)
 
@@ -237,5 +237,5 @@ def test_todays_families_keep_the_five_laws(shape):
         tokens = np.tile(np.concatenate([text[row, :length], other[row]]), (3, 1))
         fresh, _ = read(tokens, start, *[4] * (tokens.shape[1] // 4))
         np.testing.assert_allclose(rolled[row], fresh[row, length:], atol=atol)
-    _, alone = model.prefill(params, SOURCE[1:2], LENGTH[1:2], 64)
+    _, alone = prefill(model, params, SOURCE[1:2], LENGTH[1:2], 64)
     np.testing.assert_allclose(read(text[1:2], alone, 12)[0][0], whole[1], atol=atol)

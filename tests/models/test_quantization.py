@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5, TINY_T5_1_0, TINY_T5GEMMA2
-from tiny_models import in_blocks, prefilled
+from tiny_models import in_blocks, prefill, prefilled
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
@@ -96,9 +96,7 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(
     close(again, whole[:, 20:])
     back, _ = blocks(TARGET[:, :1], [1], cache._replace(length=start.length + kept))
     for row in range(3):
-        _, own = jax.jit(loaded.model.prefill, static_argnums=3)(
-            loaded.params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64
-        )
+        _, own = prefill(loaded.model, loaded.params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64)
         close(blocks(TARGET[row : row + 1], [1] * 30, own)[0][0], whole[row])
         tokens = np.append(TARGET[row : row + 1, : kept[row]], TARGET[row : row + 1, :1], axis=1)
         close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
@@ -113,7 +111,7 @@ def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path,
     monkeypatch.setattr(quantization, "TRANSPOSED_FROM", 1)
     model = model_of(CONFIGS[name])
     loaded = decoded(model, model.init(0), tmp_path / "saved", "bfloat16")
-    _, cache = loaded.model.prefill(loaded.params, SOURCE[:1], LENGTH[:1], 64)
+    _, cache = prefill(loaded.model, loaded.params, SOURCE[:1], LENGTH[:1], 64)
     part, arguments = parts.step_part(loaded.model, loaded.params, cache, rows)
     body = jax.jit(part).lower(np.int32(4), *arguments).compile().as_text()
     kernels = {",".join(map(str, x.shape)) for x in jax.tree.leaves(loaded.params) if x.ndim == 2}

@@ -20,7 +20,7 @@ from member_laws import (
     text_of,
 )
 from shapes import LENGTH, SOURCE, TINY_T5
-from tiny_models import in_blocks, prefilled, random_checkpoint
+from tiny_models import in_blocks, prefill, prefilled, random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.checkpoints import Checkpoint
@@ -163,7 +163,7 @@ def test_states_are_those_before_the_round(reading, rows):
     """The last one that the verifier has read, and not its own place's: that is what is to be drafted."""
     network, params = reading
     text = text_of(network, 0)[:rows]
-    _, cache = network.prefill(params, SOURCE[:rows], LENGTH[:rows], 64)
+    _, cache = prefill(network, params, SOURCE[:rows], LENGTH[:rows], 64)
     drafter, verifier = (partial(jax.jit(one.extend), params) for one in network.members)
     _, cache = verifier(text[:, :6], cache)  # ahead of the drafter
     at_once, _ = drafter(text[:, :6], cache)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from shapes import LENGTH, SOURCE, TARGET, TINY_T5GEMMA
@@ -44,7 +45,9 @@ def test_logits_agree_with_transformers(config, tmp_path):
     for sizes in ([1] * 30, [13, 4, 13]):
         logits, _ = in_blocks(model, params, FED, sizes, prefilled(model, params))
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(model.forced(params, SOURCE, LENGTH, TARGET), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(model.forced)(params, SOURCE, LENGTH, TARGET), expected, rtol=0, atol=1e-4
+    )
     huggingface.save(tmp_path / "ours", model, params, np.float32)
     returned = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     for name, array in theirs.state_dict().items():

@@ -10,6 +10,7 @@ from shapes import LENGTH, SOURCE, TARGET, TINY_T5GEMMA, TINY_T5GEMMA2
 from tiny_models import (
     greedy,
     in_blocks,
+    prefill,
     prefilled,
     random_checkpoint,
     randomized,
@@ -60,7 +61,7 @@ def hugging_face(config):
 
 def begun(model, params, max_length=64):
     """The cache after READ."""
-    return jax.jit(model.prefill, static_argnums=3)(params, READ, LENGTH, max_length)[1]
+    return prefill(model, params, READ, LENGTH, max_length)[1]
 
 
 @pytest.mark.full(quick=["windows"])
@@ -83,7 +84,9 @@ def test_logits_agree_with_transformers(config, tmp_path):
     for row, begin in enumerate(kept):
         np.testing.assert_allclose(logits[row], expected[row, begin : begin + 13], rtol=0, atol=1e-4)
     taught = np.concatenate([FED[:, 1:], TARGET[:, -1:]], axis=1)
-    np.testing.assert_allclose(model.forced(params, READ, LENGTH, taught), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(model.forced)(params, READ, LENGTH, taught), expected, rtol=0, atol=1e-4
+    )
     returned = written_by_us(model, params, theirs, tmp_path / "ours")
     np.testing.assert_allclose(
         their_seq2seq_logits(returned.double(), READ, FED), expected, rtol=0, atol=1e-9

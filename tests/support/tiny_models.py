@@ -42,9 +42,14 @@ def untrained(config, folder):
     return folder
 
 
+def prefill(model, *inputs):
+    """What model.prefill(*inputs) returns, from one program."""
+    return jax.jit(model.prefill, static_argnums=3)(*inputs)
+
+
 def prefilled(model, params, max_length=64):
     """The cache after SOURCE."""
-    _, cache = jax.jit(model.prefill, static_argnums=3)(params, SOURCE, LENGTH, max_length)
+    _, cache = prefill(model, params, SOURCE, LENGTH, max_length)
     return cache
 
 

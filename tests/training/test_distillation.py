@@ -79,9 +79,9 @@ class Student:
         """Log probabilities of teacher and student, float64 [tokens, V], at the real tokens."""
         params = lora.adapted(self.config, self.params)
         if self.network:
-            student, teacher = self.model.forced_members(params, *batch[:3])
+            student, teacher = jax.jit(self.model.forced_members)(params, *batch[:3])
         else:
-            student, teacher = (self.model.forced(x, *batch[:3]) for x in (params, self.teacher))
+            student, teacher = (jax.jit(self.model.forced)(x, *batch[:3]) for x in (params, self.teacher))
         real = np.arange(batch.target.shape[1]) < batch.target_length[:, None]
         return [np.asarray(jax.nn.log_softmax(x), np.float64)[real] for x in (teacher, student)]
 

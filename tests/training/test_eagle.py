@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from shapes import EAGLE_VERIFIER, LENGTH, SOURCE, TINY_EAGLE
-from tiny_models import random_checkpoint
+from tiny_models import prefill, random_checkpoint
 
 from speccascade_jax import checkpoints
 from speccascade_jax.config import ExitTraining, Task, TrainConfig
@@ -74,7 +74,7 @@ def test_forced_logits_equal_drafted_ones(network):
     target = np.random.default_rng(1).integers(2, 97, (3, 7)).astype(np.int32)
     *found, full = jax.jit(partial(model.forced_members, ahead=AHEAD))(params, SOURCE, LENGTH, target)
     draft, read = (jax.jit(partial(member.extend, params)) for member in model.members)
-    _, cache = model.prefill(params, SOURCE, LENGTH, 48)
+    _, cache = prefill(model, params, SOURCE, LENGTH, 48)
     begin = np.asarray(cache.length)
     tokens = np.concatenate([SOURCE[np.arange(3), LENGTH - 1][:, None], target[:, :-1]], axis=1)
     for at in range(7):
@@ -95,7 +95,7 @@ def test_the_loss(network):
     """The mean of the divergences over a draft's places, each weighted 0.8 times the one before."""
     model, params = network
     batch = batch_of(model, params, 0)
-    *small, full = model.forced_members(params, *batch[:3], ahead=AHEAD)
+    *small, full = jax.jit(partial(model.forced_members, ahead=AHEAD))(params, *batch[:3])
     target = np.asarray(jax.nn.log_softmax(full), np.float64)
     shares = 0.8 ** np.arange(AHEAD)
     shares /= shares.sum()

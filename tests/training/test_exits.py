@@ -113,7 +113,7 @@ def test_the_full_model_is_unchanged_bit_for_bit(name):
         same = np.asarray(value[...]).tobytes() == np.asarray(now[path][...]).tobytes()
         assert same == (path[0] == part), path
     batch = batch_of(99)
-    first, last = (model.forced(x, *batch[:3]) for x in (params, after))
+    first, last = (jax.jit(model.forced)(x, *batch[:3]) for x in (params, after))
     np.testing.assert_array_equal(first, last)
     for old, new in zip(*(member_losses(config, x, batch)[1] for x in (params, after)), strict=True):
         assert new < 0.95 * old

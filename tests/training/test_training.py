@@ -369,7 +369,7 @@ def test_texts_of_the_models_own_follow_its_law(number_words):
     assert (target[np.arange(6) >= length[:, None]] == 0).all()
 
     starts = np.array([[a, b] for a in range(5) for b in range(5)], np.int32)
-    logits = model.forced(params, np.tile(source, (25, 1)), np.full(25, 3), starts)
+    logits = jax.jit(model.forced)(params, np.tile(source, (25, 1)), np.full(25, 3), starts)
     first, second = np.moveaxis(np.asarray(jax.nn.softmax(logits)), 1, 0)
     law = np.array([first[n, a] * (second[n, b] if a != eos else b == 0) for n, (a, b) in enumerate(starts)])
     seen = np.bincount(target[:, 0] * 5 + target[:, 1], minlength=25)

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpora import SENTENCES, shuffled
+from tiny_models import prefill
 from toy_vocabularies import Pair
 
 from speccascade_jax.checkpoints import huggingface
@@ -136,8 +138,8 @@ def test_the_drafter_reads_the_source_in_its_own_tokens(foreign, t5_pair):
         T5Model(dataclasses.replace(SHAPE, vocab_size=304)).init(3),
     )
     source = np.array([own.framed(own.encode_batch(SENTENCES[:1])[0])], np.int32)
-    start, cache = model.prefill(params, source, np.array([source.shape[1]]), 4)
-    logits, _ = model.extend(params, start.tokens, cache)
+    start, cache = prefill(model, params, source, np.array([source.shape[1]]), 4)
+    logits, _ = jax.jit(model.extend)(params, start.tokens, cache)
     pairs = matched(cascade.tokenizer.surfaces(), own.surfaces())
     assert output.tokens == [pairs[int(jnp.argmax(logits[0, 0, pairs[:, 0]])), 1]]
 
@@ -165,7 +167,7 @@ def test_padded_vocabularies_of_one_tokenizer_are_equal(t5_pair, spiece, tmp_pat
     known, tokens = padded.tokenizer.size, jnp.array([[0, 5, 7]])
     laws = []
     for cascade in (padded, plain):
-        _, cache = cascade.drafter.prefill(cascade.params[0], tokens, jnp.array([3]), 8)
+        _, cache = prefill(cascade.drafter, cascade.params[0], tokens, jnp.array([3]), 8)
         laws.append(np.asarray(cascade.drafter.extend(cascade.params[0], tokens, cache)[0]))
     np.testing.assert_array_equal(laws[0][..., :known], laws[1][..., :known])
     assert known < 320 and laws[0].shape == laws[1].shape and np.isneginf(laws[0][..., known:]).all()

@@ -9,6 +9,7 @@ import sentencepiece
 from corpora import SENTENCES, shuffled
 from flax import nnx
 from sentencepiece import sentencepiece_model_pb2
+from tiny_models import prefill
 from toys import TableLM
 
 from speccascade_jax.checkpoints import huggingface
@@ -201,7 +202,7 @@ def test_a_draft_ends_when_its_acceptance_becomes_unlikely():
         logits[token, token + 1] = np.log(chance)
     model, first = TableLM(8), jnp.array([0, 1, 3, 4])
     table = jnp.asarray(np.broadcast_to(logits, (8, 8, 8)), jnp.float32)
-    _, cache = model.prefill(table, first[:, None], jnp.ones(4, jnp.int32), 16)
+    _, cache = prefill(model, table, first[:, None], jnp.ones(4, jnp.int32), 16)
     allowed, keep, size = np.ones(8, bool), np.zeros(4, np.int32), np.array([1, 1, 1, 0])
     tokens, length, _ = slem.draft(model, 6, 7, table, allowed, cache, keep, first[:, None], size)
     assert length.tolist() == [5, 4, 3, 0]  # 0.9 0.9 0.8 0.5 0.75 < 0.3; 0.9 0.8 0.5 0.75 < 0.3; to the end

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from joint_laws import FAIL_BELOW, FAMILIES, after, quick, table_of
 from shapes import LENGTH, SOURCE, TARGET, TINY_GEMMA, TINY_T5
-from tiny_models import in_blocks, prefilled
+from tiny_models import in_blocks, prefill, prefilled
 from toy_vocabularies import END, PADDING, PROMPTS, Pair
 from toy_vocabularies import TARGET as PIECES
 from toys import TableLM, chi_square, table
@@ -103,9 +103,9 @@ def test_psi_is_enumerated_exactly(pair):
     drafter, params = (part[0] for part in pair.models(slrs=True))
     params = params._replace(drafter=jnp.asarray(params.drafter))
     source = Source(jnp.array([[1, 0]]), jnp.array([pair.own.cut("a") + [0] * 15]), jnp.array([1]))
-    _, cache = drafter.prefill(params, source, jnp.array([1]), 12)
+    _, cache = prefill(drafter, params, source, jnp.array([1]), 12)
     text = [1, 4, 2, 6, 5]
-    logits, _ = drafter.extend(params, jnp.array([text]), cache)
+    logits, _ = jax.jit(drafter.extend)(params, jnp.array([text]), cache)
     laws = np.exp(np.asarray(logits[0], np.float64))
     for at in range(len(text)):
         expected = pair.psi((1,))((0, 1, *text[1 : at + 1]))
@@ -193,8 +193,8 @@ def test_padding_rows_are_never_drafted():
     drafter, params = (part[0] for part in pair.models())
     params = params._replace(drafter=jnp.asarray(params.drafter))
     source = Source(jnp.array([[1]]), jnp.array([[3] + [0] * 15]), jnp.array([1]))
-    _, cache = drafter.prefill(params, source, jnp.array([1]), 8)
-    logits, _ = drafter.extend(params, jnp.array([[1]]), cache)
+    _, cache = prefill(drafter, params, source, jnp.array([1]), 8)
+    logits, _ = jax.jit(drafter.extend)(params, jnp.array([[1]]), cache)
     assert np.isneginf(logits[0, 0, [4, 5, 6, 7, 8]]).all()  # ab, ba, aab and two rows of padding
     assert np.isfinite(logits[0, 0, :4]).all()
 
@@ -394,7 +394,7 @@ def begun(model, params, rows=(0, 1, 2), width=SOURCE.shape[1]):
     rows = list(rows)
     read = np.pad(SOURCE[rows, :width] % 97, ((0, 0), (0, model.reads(width) - width)))
     length = np.minimum(LENGTH[rows], width)
-    _, cache = model.prefill(params, Source(SOURCE[rows, :width] % 40, read, length), length, width + 40)
+    _, cache = prefill(model, params, Source(SOURCE[rows, :width] % 40, read, length), length, width + 40)
     return cache
 
 
