@@ -52,8 +52,8 @@ CHECKED = "core", "baselines", "models", "inference"
 
 PROGRAMS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speccascade_jax_tests"
 """Programs that tests have compiled, unless $JAX_COMPILATION_CACHE_DIR names another folder: a second run, in
-whichever clone, is faster. Tests that kill processes keep away from it, because JAX writes its files in
-place."""
+whichever clone, is faster. Tests that kill processes at any moment keep away from it, because JAX writes its
+files in place."""
 MOST_BYTES = 2 << 30
 """PROGRAMS is emptied before a run if there is more in it."""
 
