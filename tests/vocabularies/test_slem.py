@@ -182,7 +182,6 @@ def renumbered(tmp_path_factory):
     return folder
 
 
-@pytest.mark.full
 def test_the_drafter_drafts_from_the_text_that_it_has_read(renumbered, monkeypatch):
     """A drafter that is its verifier in other numbers is hardly ever rejected, up to the last round. (Where a
     text repeats itself, the place at which a draft goes on can be mistaken.)"""

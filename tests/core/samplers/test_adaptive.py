@@ -132,7 +132,6 @@ def test_extremes_are_blocks_of_a_fixed_length(family):
     assert one or (none.counts[1].rounds == none.length).all()
 
 
-@pytest.mark.full
 def test_a_row_learns_what_its_drafter_is_worth():
     """A drafter that is its own verifier is always right, whatever it says of itself: blocks grow."""
 
@@ -163,7 +162,6 @@ def test_of_equal_tokens_the_drafter_is_half_sure():
     np.testing.assert_allclose(confidence(jnp.asarray(laws)), [2 / 3, 1 / 2, 1 / 2, 1], atol=1e-6)
 
 
-@pytest.mark.full
 def test_a_row_learns_from_tested_tokens_only():
     """Those up to and with a rejection, by the drafter's own law at each, which no temperature changes."""
     result = written(adaptive("opt"), np.arange(64), temperature=0.5)
