@@ -60,27 +60,27 @@ def is_module(name: str) -> bool:
 
 def imports(path: str, source: str) -> set[str]:
     """The modules of this repository that a file imports, by their whole names."""
-    found, folder = set(), path.split("/")[:-1]
+    modules, folder = set(), path.split("/")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = folder[: len(folder) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {
+            modules |= {
                 f"{module}.{alias.name}" if is_module(f"{module}.{alias.name}") else module
                 for alias in node.names
             }
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__"):
-                found.add(str(node.args[0].value))
+                modules.add(str(node.args[0].value))
     # What lies next to a script is imported by its bare name.
-    found = {f"scripts.{name}" if name in COMMANDS else name for name in found}
-    found = {f"{PACKAGE}.__init__" if name == PACKAGE else name for name in found}
+    modules = {f"scripts.{name}" if name in COMMANDS else name for name in modules}
+    modules = {f"{PACKAGE}.__init__" if name == PACKAGE else name for name in modules}
     return {
         name
-        for name in found
+        for name in modules
         if name.split(".")[0] in (PACKAGE, "scripts", "configs", "tests")
         or name.split(".")[-1].startswith("test_")
     }
@@ -92,21 +92,23 @@ def lies_in(module: str, places: list[str]) -> bool:
 
 def violations(path: str, source: str) -> list[str]:
     """What a file imports and should not."""
-    found, (top, *rest) = imports(path, source), path.removesuffix(".py").split("/")
+    modules, (top, *rest) = imports(path, source), path.removesuffix(".py").split("/")
     if top == "tests":
-        return sorted(name for name in found if name.split(".")[-1].startswith("test_"))
+        return sorted(name for name in modules if name.split(".")[-1].startswith("test_"))
     if top == "scripts":
         allowed = [f"{PACKAGE}.commands"]
-        return sorted(name for name in found if name not in allowed)
+        return sorted(name for name in modules if name not in allowed)
     if top == "configs":
-        return sorted(name for name in found if not lies_in(name, [f"{PACKAGE}.config", f"{PACKAGE}.models"]))
+        return sorted(
+            name for name in modules if not lies_in(name, [f"{PACKAGE}.config", f"{PACKAGE}.models"])
+        )
     place = rest[0]
     if place not in MAY_IMPORT:
         return [f"{place} is in no row of MAY_IMPORT"]
     allowed = [*MAY_IMPORT[place], *([place] if len(rest) > 1 else [])]
-    wrong = {name for name in found if not lies_in(name, [f"{PACKAGE}.{other}" for other in allowed])}
+    wrong = {name for name in modules if not lies_in(name, [f"{PACKAGE}.{other}" for other in allowed])}
     if place == "commands":  # commands share commands/commandline.py and such, never each other
-        wrong |= {f"{PACKAGE}.commands.{name}" for name in COMMANDS} & found
+        wrong |= {f"{PACKAGE}.commands.{name}" for name in COMMANDS} & modules
     return sorted(wrong)
 
 
@@ -120,9 +122,9 @@ def files() -> list[Path]:
 
 def test_imports_run_downwards():
     wrong = {
-        name: found
+        name: faults
         for path in files()
-        if (found := violations(name := path.relative_to(REPOSITORY).as_posix(), path.read_text()))
+        if (faults := violations(name := path.relative_to(REPOSITORY).as_posix(), path.read_text()))
     }
     assert not wrong
 

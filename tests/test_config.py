@@ -149,9 +149,9 @@ def test_a_config_of_the_wrong_kind_suggests_the_right_one():
 def test_every_config_that_comes_with_the_package_is_right():
     assert {"demo", "demo_verifier"} <= configs.available().keys()
     for name in configs.available():
-        found = configs.load(name)
-        if isinstance(found, DecodeConfig):
-            found.check()
+        config = configs.load(name)
+        if isinstance(config, DecodeConfig):
+            config.check()
 
 
 OUT_OF_RANGE = [

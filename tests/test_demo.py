@@ -82,7 +82,7 @@ def test_batch_does_not_matter(tokens):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "one,other",
+    "rule,other",
     [
         (("opt", 0.1), ("diff", 0.1)),
         (("opt", 0.4), ("diff", 0.4)),
@@ -97,8 +97,8 @@ def test_batch_does_not_matter(tokens):
     ],
     ids=lambda x: f"{x[0]}({x[1]})",
 )
-def test_identities(tokens, one, other):
-    assert tokens(one[0], alpha=one[1]) == tokens(other[0], alpha=other[1])
+def test_identities(tokens, rule, other):
+    assert tokens(rule[0], alpha=rule[1]) == tokens(other[0], alpha=other[1])
 
 
 @pytest.mark.full

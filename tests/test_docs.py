@@ -272,8 +272,8 @@ def test_no_missing_document_is_cited():
     folders = "speccascade_jax", "scripts", "configs", "tests"
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
     for path in [*PAGES, ROOT / "mkdocs.yml", *sources]:
-        found = ELSEWHERE.search(path.read_text(encoding="utf-8"))
-        assert found is None, f"{path.relative_to(ROOT)} cites {found[0]}"
+        match = ELSEWHERE.search(path.read_text(encoding="utf-8"))
+        assert match is None, f"{path.relative_to(ROOT)} cites {match[0]}"
 
 
 CITED = re.compile(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)*)\.([A-Za-z_]\w*)")
@@ -283,11 +283,11 @@ OBJECTS = {"cache", "config", "engine", "scheduler"}
 
 def modules_by_name() -> dict[str, list[str]]:
     """Every module and folder of the package by the last part of its name."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        found.setdefault(name.rpartition(".")[2], []).append(name)
-    return found
+        names.setdefault(name.rpartition(".")[2], []).append(name)
+    return names
 
 
 def prose(source: str) -> Iterator[str]:
@@ -319,9 +319,9 @@ def leads_nowhere(source: str, known: dict[str, list[str]]) -> list[str]:
 def test_names_in_docstrings_exist():
     known = modules_by_name()
     wrong = {
-        str(path.relative_to(ROOT)): found
+        str(path.relative_to(ROOT)): names
         for path in sorted(PACKAGE.rglob("*.py"))
-        if (found := leads_nowhere(path.read_text(), known))
+        if (names := leads_nowhere(path.read_text(), known))
     }
     assert not wrong
     for planted in ("# see rates.no_such_function", 'def f():\n    """As metrics.relative_cost."""'):

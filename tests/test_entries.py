@@ -105,14 +105,14 @@ def _collects(call: ast.Call) -> bool:
 
 def constants_of(tree: ast.Module) -> Constants:
     """Name -> strings of a module's constants, the tables themselves left out."""
-    found: Constants = {}
+    constants: Constants = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, ast.Assign | ast.AnnAssign):
             for target in targets:
                 if isinstance(target, ast.Name) and target.id not in TABLES:
-                    found[target.id] = strings(node.value, found)
-    return found
+                    constants[target.id] = strings(node.value, constants)
+    return constants
 
 
 def declarations(tree: ast.Module) -> set[ast.AST]:
@@ -147,21 +147,21 @@ def violations(source: str, elsewhere: Constants | None = None) -> Iterator[str]
 def named_entries() -> Constants:
     """Constant -> the entry's name, where an entry is an object that a module has given a name."""
     entries = {id(entry): name for table in DECLARED for name, entry in table.items()}
-    found: Constants = {}
+    constants: Constants = {}
     for name, module in [*sys.modules.items()]:
         for constant, value in vars(module).items() if name.startswith(PACKAGE.name) else ():
             if constant.isupper() and id(value) in entries:
-                found[constant] = {entries[id(value)]}
-    return found
+                constants[constant] = {entries[id(value)]}
+    return constants
 
 
 def all_constants() -> Constants:
-    found: Constants = named_entries()
+    constants: Constants = named_entries()
     for path in PACKAGE.rglob("*.py"):
         for name, values in constants_of(ast.parse(path.read_text(encoding="utf-8"))).items():
             if name.isupper():
-                found[name] = found.get(name, set()) | values
-    return found
+                constants[name] = constants.get(name, set()) | values
+    return constants
 
 
 def found_in_package() -> dict[str, list[str]]:
@@ -183,8 +183,10 @@ def test_no_code_asks_for_an_entry_by_its_name():
 
 
 def test_fixed_exceptions_are_no_longer_listed():
-    found = found_in_package()
-    assert not {name: rest for name, codes in ALLOWED.items() if (rest := {*codes} - {*found.get(name, ())})}
+    package_codes = found_in_package()
+    assert not {
+        name: rest for name, codes in ALLOWED.items() if (rest := {*codes} - {*package_codes.get(name, ())})
+    }
 
 
 @pytest.mark.parametrize(

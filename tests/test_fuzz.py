@@ -266,10 +266,10 @@ def prepare(folder, pair, field, lines, damage):
     raw = bytearray(path.read_bytes())
     if kind == "json":
         path = folder / "pair" / "drafter" / "config.json"
-        found = json.loads(path.read_text())
-        name = sorted(found)[place % len(found)]
-        found[name] = [None, 0, -1, "x", [], {}, 1e308, 10**9, True][place % 9]
-        path.write_text(json.dumps(found))
+        config = json.loads(path.read_text())
+        name = sorted(config)[place % len(config)]
+        config[name] = [None, 0, -1, "x", [], {}, 1e308, 10**9, True][place % 9]
+        path.write_text(json.dumps(config))
     elif kind == "cut":
         path.write_bytes(raw[: place % (len(raw) + 1)])
     elif kind == "flip" and raw:
@@ -322,7 +322,7 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
         suppress_health_check=list(HealthCheck),
     )
     @given(calls())
-    def one(call):
+    def run_call(call):
         nonlocal count
         count += 1
         command, flags, field, lines, damage = call
@@ -331,9 +331,9 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
         prepare(folder, pair, field, lines, damage)
-        own = [] if command in ("convert", "finetune", "load") else ["--config=config.py"]
+        config_flags = [] if command in ("convert", "finetune", "load") else ["--config=config.py"]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        code, out, err, seconds = called(command, [*CHEAP[command], *own, *flags])
+        code, out, err, seconds = called(command, [*CHEAP[command], *config_flags, *flags])
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
         said = f"{command} {flags} {field} {damage}: {code}, {seconds:.1f} s\n{out[-500:]}\n{err}"
         assert code in (0, 2), said
@@ -346,6 +346,6 @@ def test_no_call_ends_in_a_traceback(part, pair, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(folder)
 
-    one()
+    run_call()
     assert count >= CALLS // 4
     assert {code for _, code in codes} == {0, 2}  # what is right is done, what is wrong refused

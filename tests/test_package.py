@@ -70,9 +70,9 @@ def installed(wheel, tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    [own] = (folder / "venv").glob("lib/python*/site-packages")
+    [packages] = (folder / "venv").glob("lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
-    (own / "dependencies.pth").write_text("\n".join(ours))  # after its own: the wheel comes first
+    (packages / "dependencies.pth").write_text("\n".join(ours))  # after its own: the wheel comes first
     return folder
 
 
@@ -96,24 +96,24 @@ def run(installed, *command, code=0):
 
 @pytest.mark.full
 def test_the_wheel_holds_what_it_needs_and_no_more(wheel):
-    found = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in found} == {
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names} == {
         "speccascade_jax",
         f"speccascade_jax-{speccascade_jax.__version__}.dist-info",
     }
     configs = {path.name for path in (REPOSITORY / "configs").glob("*.py")}
-    assert {f"speccascade_jax/configs/{name}" for name in configs} <= found
+    assert {f"speccascade_jax/configs/{name}" for name in configs} <= names
     package = REPOSITORY / "speccascade_jax"
-    assert {f"speccascade_jax/{path.relative_to(package)}" for path in package.rglob("*.py")} <= found
-    assert {f"speccascade_jax/serving/page/{name}" for name in ("index.html", "page.css", "page.js")} <= found
-    demo = {name.removeprefix("speccascade_jax/demo/") for name in found if "/demo/" in name}
+    assert {f"speccascade_jax/{path.relative_to(package)}" for path in package.rglob("*.py")} <= names
+    assert {f"speccascade_jax/serving/page/{name}" for name in ("index.html", "page.css", "page.js")} <= names
+    demo = {name.removeprefix("speccascade_jax/demo/") for name in names if "/demo/" in name}
     assert {name.partition("/")[0] for name in demo} == {"README.md", "router.json", "drafter", "verifier"}
     for model in ("drafter", "verifier"):
         assert {path.name for path in (package / "demo" / model).iterdir()} == {
             name.partition("/")[2] for name in demo if name.startswith(f"{model}/")
         }
     assert wheel.stat().st_size < LARGEST
-    assert any(name.endswith("dist-info/licenses/LICENSE") for name in found)
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
 @pytest.mark.full

@@ -10,9 +10,9 @@ from speccascade_jax.settings import Settings
 
 
 def test_settings_make_the_rule():
-    (own,) = Settings(method="lookahead", acceptance=0.5, round_cost=3.0).rules(1)
-    assert own is METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0)
-    assert Settings(method=own).name == "lookahead"
+    (rule,) = Settings(method="lookahead", acceptance=0.5, round_cost=3.0).rules(1)
+    assert rule is METHODS["lookahead"].tuned(acceptance=0.5, round_cost=3.0)
+    assert Settings(method=rule).name == "lookahead"
     (default,) = Settings(method="lookahead").rules(1)
     knobs = METHODS["lookahead"].knobs
     assert default is METHODS["lookahead"].tuned(**{name: knob.default for name, knob in knobs.items()})

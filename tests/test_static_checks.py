@@ -104,5 +104,5 @@ def test_nested_functions_without_shapes_are_not_checked():
 
     def shaped(x: tuple[Float[Array, " B"], int]): ...
 
-    found = [shapeless_and_nested(function) for function in (plain, shaped, renormalized)]
-    assert found == [True, False, False]
+    verdicts = [shapeless_and_nested(function) for function in (plain, shaped, renormalized)]
+    assert verdicts == [True, False, False]

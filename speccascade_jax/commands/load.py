@@ -38,6 +38,9 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import numpy as np
+from jaxtyping import Float
+
 from speccascade_jax import checkpoints
 from speccascade_jax import config as configs
 from speccascade_jax.commands.commandline import at_least, console, exit_code, parsed
@@ -52,7 +55,7 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.planning.simulation import SimulatedServer, fitted
+from speccascade_jax.planning.simulation import SimulatedServer, fitted, poisson_arrivals
 from speccascade_jax.serving.engine import ROUNDS
 
 PASSES = 3  # the number of passes of each server over the texts
@@ -304,20 +307,22 @@ def measure_loads(
     server: Server, alone: Alone, bodies: Sequence[Body], clients: int, seconds: float, say: Say
 ) -> None:
     """Measures the server at shares of the rate that saturates it: latency at 50% and 90% for at most a
-    minute each, refusals at 120% for `seconds`, and memory. Each is next to what a simulation predicts. The
-    speed of a machine changes from minute to minute, so each pass takes its part of the time, and measures
-    anew what the simulation needs."""
+    minute each, refusals at 120% for `seconds`, and memory. Each is next to what a simulation predicts for
+    the same arrivals. The speed of a machine changes from minute to minute, so each pass takes its part of
+    the time, and measures anew what the simulation needs."""
     seen, simulated, memory = ({name: list[Any]() for name in LOADS} for _ in range(3))
     times = list[dict[str, float]]()
-    for _ in track(range(PASSES), "latency"):
+    for seed in track(range(PASSES), "latency"):
         rate, twin = measure_saturated(server, alone, bodies, clients)
         times.append(twin.milliseconds)
         for name, share in LOADS.items():
             duration = (min(seconds, 60) if share < 1 else seconds) / PASSES
-            load, sizes = under_load(server, bodies, share * rate, duration)
+            requests = max(round(share * rate * duration), 1)
+            arrivals = poisson_arrivals(share * rate, requests, seed)
+            load, sizes = under_load(server, bodies, arrivals)
             seen[name].append(load)
             memory[name] += sizes
-            simulated[name].append(alone.simulated(twin, share * rate, duration))
+            simulated[name].append(alone.simulated(twin, arrivals))
     say("times", medians(times))
     for name in LOADS:
         say(name, merged(seen[name]).summary() | {"megabytes": memory[name]})
@@ -340,14 +345,15 @@ def measure_saturated(
     return full.requests_per_second, fitted(bare, alone.rounds, loops, alone.widths)
 
 
-def under_load(server: Server, bodies: Sequence[Body], rate: float, seconds: float) -> tuple[Load, list[int]]:
-    """What clients see at this rate of requests per second, and the server's megabytes meanwhile."""
+def under_load(
+    server: Server, bodies: Sequence[Body], arrivals: Float[np.ndarray, " N"]
+) -> tuple[Load, list[int]]:
+    """What clients that arrive at these times see, and the server's megabytes meanwhile."""
     memory = list[int]()
     load = open_loop(
         server.url,
         lambda number: bodies[number % len(bodies)],
-        rate,
-        seconds,
+        arrivals.tolist(),
         watch=lambda: memory.append(round(server.megabytes())),
     )
     return asyncio.run(load), memory

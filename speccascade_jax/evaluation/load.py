@@ -4,7 +4,6 @@ see."""
 import asyncio
 import dataclasses
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -120,21 +119,18 @@ async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str =
 async def open_loop(
     url: str,
     body_of: Callable[[int], Body],
-    rate: float,
-    seconds: float,
+    arrivals: Sequence[float],
     *,
     key: str = "",
-    seed: int = 0,
     watch: Callable[[], None] = lambda: None,
 ) -> Load:
-    """An open loop: requests at random times, on average `rate` per second, independently of earlier replies.
-    `watch` is called ten times during the loop."""
-    draw, tasks, began, watched = random.Random(seed), list[asyncio.Task[Reply]](), time.perf_counter(), 0
-    due = began
-    while (due := due + draw.expovariate(rate)) < began + seconds:
-        await asyncio.sleep(max(due - time.perf_counter(), 0))
-        tasks.append(asyncio.create_task(ask(url, body_of(len(tasks)), key)))
-        if time.perf_counter() > began + seconds * watched / 10:
+    """An open loop: a request at each of these times in seconds, independently of earlier replies. `watch` is
+    called ten times during the loop."""
+    tasks, began, watched = list[asyncio.Task[Reply]](), time.perf_counter(), 0
+    for number, due in enumerate(arrivals):
+        await asyncio.sleep(max(began + due - time.perf_counter(), 0))
+        tasks.append(asyncio.create_task(ask(url, body_of(number), key)))
+        if number >= len(arrivals) * watched / 10:
             watched += 1
             watch()
     replies = await asyncio.gather(*tasks)

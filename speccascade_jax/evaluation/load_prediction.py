@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.inference.text import Cascade
@@ -36,11 +37,11 @@ class Alone:
         self.rounds = np.maximum(calls, 1)
         return float(self.tokens.sum() / seconds)
 
-    def simulated(self, server: SimulatedServer, rate: float, seconds: float) -> dict[str, Any]:
+    def simulated(self, server: SimulatedServer, arrivals: Float[np.ndarray, " N"]) -> dict[str, Any]:
         """The latencies that clients of such a server should see, simulated from its scheduler's rules."""
-        numbers = np.arange(max(round(rate * seconds), 1)) % len(self.texts)
+        numbers = np.arange(len(arrivals)) % len(self.texts)
         tokens, rounds, widths = self.tokens[numbers], self.rounds[numbers], self.widths[numbers]
-        return simulate(server, tokens, rounds, rate, widths=widths).summary()
+        return simulate(server, arrivals, tokens, rounds, widths).summary()
 
     def server(self, queue: int, rounds_per_step: int) -> SimulatedServer:
         """A server with this queue and the measured times of rounds and prompts, which does nothing else."""

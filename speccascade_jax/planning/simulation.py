@@ -1,4 +1,4 @@
-"""Simulates a server under load: random arrivals, rows, rounds, and the latencies that clients see.
+"""Simulates a server under load: arrivals, rows, rounds, and the latencies that clients see.
 
 It follows the rules of scheduling.continuous and serving.engine, with given seconds for a round and a prompt
 in place of the models. A round takes equally long however many rows are busy, because its programs have a
@@ -242,30 +242,38 @@ class Simulation:
         return min((queue[0], width) for width, queue in self.waiting.items() if queue)[1]
 
 
+def poisson_arrivals(requests_per_second: float, count: int, seed: int = 0) -> Float[np.ndarray, " N"]:
+    """The times in seconds at which `count` requests arrive independently of each other.
+
+    Raises FieldError for a rate that is not positive.
+    """
+    if not 0 < requests_per_second < np.inf:
+        raise FieldError("requests_per_second", requests_per_second, "it must be above 0.")
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / requests_per_second, count))
+
+
 def simulate(
     server: SimulatedServer,
+    arrivals: Float[np.ndarray, " N"],
     tokens: Int[np.ndarray, " N"],
     rounds: Int[np.ndarray, " N"],
-    requests_per_second: float,
-    seed: int = 0,
     widths: Int[np.ndarray, " N"] | None = None,
 ) -> Served:
-    """Simulates N requests that arrive as a Poisson process. The n-th writes tokens[n] tokens in rounds[n]
-    rounds. Its prompt is padded to widths[n] tokens; by default all have one width.
+    """Simulates N requests. The n-th arrives after arrivals[n] seconds, which must not decrease, and writes
+    tokens[n] tokens in rounds[n] rounds. Its prompt is padded to widths[n] tokens; by default all have one
+    width.
 
-    Raises FieldError for different shapes, texts without a round, and a rate that is not positive.
+    Raises FieldError for different shapes, texts without a round, and arrivals that are not in order.
     """
-    tokens, rounds = np.asarray(tokens), np.asarray(rounds)
+    arrivals, tokens, rounds = np.asarray(arrivals, float), np.asarray(tokens), np.asarray(rounds)
     widths = np.zeros(tokens.shape, int) if widths is None else np.asarray(widths)
-    for name, values in (("rounds", rounds), ("widths", widths)):
+    for name, values in (("arrivals", arrivals), ("rounds", rounds), ("widths", widths)):
         if tokens.shape != values.shape or tokens.ndim != 1 or not tokens.size:
             raise FieldError(name, values.shape, f"each request needs one value: {tokens.shape} has them.")
     if rounds.min() < 1:
         raise FieldError("rounds", int(rounds.min()), "a text takes at least one round.")
-    if not 0 < requests_per_second < np.inf:
-        raise FieldError("requests_per_second", requests_per_second, "it must be above 0.")
-    gaps = np.random.default_rng(seed).exponential(1 / requests_per_second, len(tokens))
-    arrivals = np.cumsum(gaps)
+    if not (np.isfinite(arrivals).all() and (np.diff(arrivals, prepend=0.0) >= 0).all()):
+        raise FieldError("arrivals", arrivals, "they must be seconds from 0 on, in order.")
     simulation = Simulation(server, arrivals, rounds, widths)
     simulation.run()
     return Served(
@@ -345,7 +353,8 @@ def fewest(
     def tried(servers: int) -> Served | None:
         if server.load(rounds, requests_per_second / servers) > BUSIEST:
             return None
-        served = simulate(server, tokens, rounds, requests_per_second / servers)
+        arrivals = poisson_arrivals(requests_per_second / servers, len(tokens))
+        served = simulate(server, arrivals, tokens, rounds)
         late = np.percentile(served.first, 99) if not served.refused else np.inf
         return served if late <= first_token_seconds else None
 

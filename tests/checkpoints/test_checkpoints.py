@@ -46,7 +46,7 @@ def assert_equal(a, b):
 def read_t5x(folder):
     """Name -> array of a T5X directory written here, by msgpack and TensorStore only."""
     contents = msgpack.unpackb((folder / "checkpoint").read_bytes())
-    found = {}
+    arrays = {}
 
     def walk(tree, name):
         if "driver" not in tree:
@@ -54,10 +54,10 @@ def read_t5x(folder):
                 walk(value, f"{name}/{key}" if name else key)
             return
         spec = {**tree, "kvstore": {**tree["kvstore"], "path": f"{folder}/{tree['kvstore']['path']}"}}
-        found[name] = tensorstore.open(spec, open=True).result().read().result()
+        arrays[name] = tensorstore.open(spec, open=True).result().read().result()
 
     walk(contents["optimizer"]["target"], "")
-    return found
+    return arrays
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -374,8 +374,8 @@ def test_a_pair_decodes_alike_in_every_format(name, spiece, tmp_path):
         assert checkpoints.load(folder, config=config).tokenizer == folder / name
         cascades.append(Cascade.load(folder, folder, **options))
     outputs = [[o.tokens for o in cascade.generate(SENTENCES)] for cascade in cascades]
-    for found in outputs[1:]:
-        assert found == outputs[0]
+    for rows in outputs[1:]:
+        assert rows == outputs[0]
     assert outputs[0][0] != outputs[0][1]
 
 

@@ -48,8 +48,8 @@ def describe(file="config.json", **values):
     """Damage to what describes the model's shape."""
 
     def damage(folder):
-        found = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps({**found, **values}))
+        description = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**description, **values}))
 
     return damage
 

@@ -153,8 +153,12 @@ def test_the_names_of_a_family_are_those_of_its_parameters(family):
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_a_trained_vocabulary_has_the_special_pieces_of_its_family(family, tmp_path):
     train_tokenizer(shuffled(SENTENCES), tmp_path / "spiece.model", 320, bos=MODEL_FAMILIES[family].bos)
-    found = Tokenizer(tmp_path / "spiece.model")
-    assert (found.pad_id, found.eos_id, found.bos_id) == (0, 1, 2 if MODEL_FAMILIES[family].bos else -1)
+    tokenizer = Tokenizer(tmp_path / "spiece.model")
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (
+        0,
+        1,
+        2 if MODEL_FAMILIES[family].bos else -1,
+    )
 
 
 def test_t5x_folders_without_our_file_are_t5_1_1(tmp_path):
@@ -162,9 +166,9 @@ def test_t5x_folders_without_our_file_are_t5_1_1(tmp_path):
     config = UNLIKE["t5"][0]
     checkpoints.save(tmp_path / "out", random_checkpoint(config), "t5x")
     (tmp_path / "out" / checkpoints.t5x.UNTOLD_FILE).unlink()
-    found = checkpoints.load(tmp_path / "out").model.config
+    loaded_config = checkpoints.load(tmp_path / "out").model.config
     usual = type(config)()
-    assert found == dataclasses.replace(
+    assert loaded_config == dataclasses.replace(
         config, **{name: getattr(usual, name) for name in checkpoints.t5x.UNTOLD}
     )
 

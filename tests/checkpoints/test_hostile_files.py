@@ -302,8 +302,8 @@ def test_an_index_names_files_of_its_folder_only(names, read, copy):
     (folder / "folder").mkdir()
     if isinstance(names, list):
         arrays = load_file(folder / "model.safetensors")
-        found = [str(folder.parent / "outside") if name == "OUTSIDE" else name for name in names]
-        names = dict.fromkeys(arrays, found[0]) if found else {}
+        entries = [str(folder.parent / "outside") if name == "OUTSIDE" else name for name in names]
+        names = dict.fromkeys(arrays, entries[0]) if entries else {}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     check_refused(read(folder))
 
@@ -336,12 +336,12 @@ def test_a_t5x_array_with_a_huge_declared_shape_takes_no_memory(rows, read, copy
     folder = copy("t5-t5x")
     for name in ("token_embedder.embedding", "decoder.logits_dense.kernel"):
         header = folder / f"target.{name}" / ".zarray"
-        found = json.loads(header.read_text())
-        axis = found["shape"].index(97)
-        found["shape"][axis] = rows
-        for chunks in (found["chunks"][axis], max(rows, 1)):
-            found["chunks"][axis] = chunks
-            header.write_text(json.dumps(found))
+        metadata = json.loads(header.read_text())
+        axis = metadata["shape"].index(97)
+        metadata["shape"][axis] = rows
+        for chunks in (metadata["chunks"][axis], max(rows, 1)):
+            metadata["chunks"][axis] = chunks
+            header.write_text(json.dumps(metadata))
             check_refused(read(folder))
 
 

@@ -48,7 +48,7 @@ def test_times_of_parts_are_printed_and_saved_with_their_machine(tmp_path, monke
     path = tmp_path / "figures.jsonl"
     benchmark.benchmark(benchmark.Arguments(preset=("tiny", "tiny"), block_sizes=(2,), output=str(path)))
     lines = list(map(json.loads, path.read_text().splitlines()))
-    own = figures_of(path)["parts, batch 1, speculative, block size 2"]
+    figures = figures_of(path)["parts, batch 1, speculative, block size 2"]
     wanted = {
         "drafter step, ms",
         "verifier step, ms",
@@ -58,18 +58,18 @@ def test_times_of_parts_are_printed_and_saved_with_their_machine(tmp_path, monke
         "verifier prefill, ms",
         f"{profiling.OVERHEAD}, ms",
     }
-    assert wanted <= set(own)
-    assert 0 < own[f"{profiling.OVERHEAD}, share of a round"] < 1.5
+    assert wanted <= set(figures)
+    assert 0 < figures[f"{profiling.OVERHEAD}, share of a round"] < 1.5
     assert all(line["jax"] == jax.__version__ and line["dtype"] == "float32" for line in lines)
     assert "round, ms" in capsys.readouterr().out
 
 
 def figures_of(path) -> dict[str, dict[str, object]]:
     """Table -> figure -> value, of the JSON lines."""
-    found: dict[str, dict[str, object]] = {}
+    tables: dict[str, dict[str, object]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        found.setdefault(line["of"], {})[line["figure"]] = line["value"]
-    return found
+        tables.setdefault(line["of"], {})[line["figure"]] = line["value"]
+    return tables
 
 
 @pytest.mark.full
@@ -116,35 +116,37 @@ def test_whole_decodings_on_a_machine_of_known_speed(tmp_path, monkeypatch):
             output=str(path),
         )
     )
-    found = figures_of(path)
-    assert found["one model alone"]["verifier step, ms"] == pytest.approx(1000)
-    assert found["one model alone"]["drafter step, ms"] == pytest.approx(100)
-    own = found["token_v3, block size 2, temperature 0.0"]
-    acceptance, calls = own["acceptance per tested position"], own["tokens_per_verifier_call"]
-    assert own["round, ms"] == pytest.approx(2000)
-    assert own["relative cost without prefill, measured"] == pytest.approx(2 / calls)
-    assert own["predicted, a scoring call as one step"] == pytest.approx(relative_cost(acceptance, 2, 0.1))
-    assert own["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
+    tables = figures_of(path)
+    assert tables["one model alone"]["verifier step, ms"] == pytest.approx(1000)
+    assert tables["one model alone"]["drafter step, ms"] == pytest.approx(100)
+    figures = tables["token_v3, block size 2, temperature 0.0"]
+    acceptance, calls = figures["acceptance per tested position"], figures["tokens_per_verifier_call"]
+    assert figures["round, ms"] == pytest.approx(2000)
+    assert figures["relative cost without prefill, measured"] == pytest.approx(2 / calls)
+    assert figures["predicted, a scoring call as one step"] == pytest.approx(
+        relative_cost(acceptance, 2, 0.1)
+    )
+    assert figures["predicted, with scoring 3 tokens and the rules as timed"] == pytest.approx(
         relative_cost(acceptance, 2, 0.1, 0.7)
     )
-    assert own["the same, with the counted tokens per call"] == pytest.approx(2 / calls)
-    assert own["and with whole rounds as timed"] == pytest.approx(2.5 / calls)
-    assert found["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
-    assert found["outputs equal to the verifier's here"]["peer"] == "0.0%"
+    assert figures["the same, with the counted tokens per call"] == pytest.approx(2 / calls)
+    assert figures["and with whole rounds as timed"] == pytest.approx(2.5 / calls)
+    assert tables["the verifier alone here"]["times as fast as peer"] == "2.00 (2.00 .. 2.00)"
+    assert tables["outputs equal to the verifier's here"]["peer"] == "0.0%"
 
 
 @pytest.mark.full
 def test_models_alone_write_as_many_tokens_as_other_libraries(tmp_path, monkeypatch):
     asked, written = [], []
 
-    def transformers_decoders(path, most, **sizes):
-        asked.append({"max_new_tokens": most, **sizes})
+    def transformers_decoders(path, max_new_tokens, **sizes):
+        asked.append({"max_new_tokens": max_new_tokens, **sizes})
         return {"slow": lambda source: (1e6, [])}
 
     def generate(*args, real=loop.generate, **options):
-        found = real(*args, **options)
-        jax.debug.callback(lambda length: written.append(int(length)), found.length[0])
-        return found
+        result = real(*args, **options)
+        jax.debug.callback(lambda length: written.append(int(length)), result.length[0])
+        return result
 
     monkeypatch.setattr(benchmark, "PRESETS", {"tiny": dataclasses.replace(TINY, vocab_size=2048)})
     monkeypatch.setattr(profiling, "read_bandwidth", lambda: 1e9)
@@ -158,9 +160,9 @@ def test_models_alone_write_as_many_tokens_as_other_libraries(tmp_path, monkeypa
     jax.effects_barrier()
     assert asked == [{"max_new_tokens": 7, "min_new_tokens": 7}] * 2
     assert written == [7] * 6
-    own = figures_of(path)["tiny alone, 7 tokens"]
-    assert float(own["times as fast as slow"].split()[0]) > 1e6
-    assert own["slow, ms per token"].startswith(f"{1e9 / 7:.2f}")
+    figures = figures_of(path)["tiny alone, 7 tokens"]
+    assert float(figures["times as fast as slow"].split()[0]) > 1e6
+    assert figures["slow, ms per token"].startswith(f"{1e9 / 7:.2f}")
 
 
 @pytest.mark.full
@@ -171,8 +173,8 @@ def test_transformers_writes_the_same_texts_alone_and_assisted(tmp_path):
     models = [T5Model(dataclasses.replace(TINY, vocab_size=2048, num_decoder_layers=n)) for n in (1, 3)]
     params = [model.init(n) for n, model in enumerate(models)]
     small, large = (
-        other_libraries.exported(checkpoints.Checkpoint(model, own, tokenizer, ""), tmp_path / str(n))
-        for n, (model, own) in enumerate(zip(models, params, strict=True))
+        other_libraries.exported(checkpoints.Checkpoint(model, weights, tokenizer, ""), tmp_path / str(n))
+        for n, (model, weights) in enumerate(zip(models, params, strict=True))
     )
     source = [5, 6, 7, 1]
     ours = loop.generate(
@@ -288,8 +290,8 @@ def test_what_cannot_be_compiled_is_reported_before_compiling(monkeypatch, capsy
 
 
 def test_shapes_come_from_the_training_configs_of_missing_folders():
-    found = tpus.shapes_of(configs.load("wmt_small_large"))
-    assert found == [PRESETS["t5_1_1_small"], PRESETS["t5_1_1_large"]]
+    shapes = tpus.shapes_of(configs.load("wmt_small_large"))
+    assert shapes == [PRESETS["t5_1_1_small"], PRESETS["t5_1_1_large"]]
 
 
 def test_an_output_that_is_the_input_is_refused(tmp_path):
@@ -306,8 +308,8 @@ def test_inputs_need_no_targets(tmp_path):
     lines = [json.dumps({"source": text}) + "\n" for text in ("1", "", "12" * 20)]
     (tmp_path / "in.jsonl").write_text("".join(lines))
     texts = benchmark.read_texts(str(tmp_path / "in.jsonl"), 1, 3)
-    found = benchmark.with_widths(texts, pair())
-    assert len(texts) == 3 and [text for text, _ in found] == ["1"]
+    inputs = benchmark.with_widths(texts, pair())
+    assert len(texts) == 3 and [text for text, _ in inputs] == ["1"]
 
 
 def test_other_libraries_are_for_t5(monkeypatch):

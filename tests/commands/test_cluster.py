@@ -145,15 +145,15 @@ def test_two_processes_serve_as_one(arguments, environment):
     """Streams that clients leave early are cancelled in both."""
     pair = [flag for flag in arguments if not flag.startswith(("--input", "--batch-size", "--temperature"))]
     flags = [*pair, "--port=0", "--rows=2", "--methods", "speculative", "verifier"]
-    one, two = ({**environment, "XLA_FLAGS": devices(count)} for count in (1, 2))
-    alone = session(start("serve.py", flags, environment=one), COUNT)
+    single_env, two = ({**environment, "XLA_FLAGS": devices(count)} for count in (1, 2))
+    alone = session(start("serve.py", flags, environment=single_env), COUNT)
     assert len({str(answer) for answer in alone}) > COUNT / 3
     served = session(start_cluster("serve.py", [*flags, "--tensor-parallel=2"], two), COUNT)
     for a, b in zip(alone, served, strict=True):
         assert (a is None) == (b is None)
-        for one, other in zip(a or [], b or [], strict=True):
-            logprobs, others = one.pop("logprobs"), other.pop("logprobs")
-            assert one == other
+        for choice, other in zip(a or [], b or [], strict=True):
+            logprobs, others = choice.pop("logprobs"), other.pop("logprobs")
+            assert choice == other
             if logprobs:  # sums of another order
                 assert logprobs["token_logprobs"] == pytest.approx(others["token_logprobs"], abs=1e-4)
 
@@ -202,8 +202,8 @@ def test_two_processes_plan_as_one(t5_pair, environment, tmp_path):
     def written_by(name):
         return [f"--output={tmp_path / name}.py", f"--acceptance-to={tmp_path / name}.json"]
 
-    one = {**environment, "XLA_FLAGS": devices(4)}
-    finish(start("plan.py", [*flags, *written_by("one")], environment=one), timeout=900)
+    single_env = {**environment, "XLA_FLAGS": devices(4)}
+    finish(start("plan.py", [*flags, *written_by("one")], environment=single_env), timeout=900)
     address = free_address()
     together = [
         [*flags, "--check", *written_by(name), f"--cluster={address},2,{number}"]

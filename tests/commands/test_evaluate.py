@@ -193,14 +193,14 @@ def test_figures_are_those_of_the_metrics_own_command_lines(tiny, alone, tmp_pat
         (tmp_path / name).write_text("".join(" ".join(row.split()) + "\n" for row in rows))
         return tmp_path / name
 
-    own = write("own.txt", [o["text"] for o in outputs])
+    hyp = write("own.txt", [o["text"] for o in outputs])
     first, second = (
         write("first.txt", [r[0] for r in order]),
         write("second.txt", [r[1] if len(r) > 1 else "" for r in order]),
     )
     for tokenizer in ("13a", "intl"):
         said = subprocess.run(
-            [sys.executable, "-m", "sacrebleu", first, second, "-i", own, "-tok", tokenizer, "-b", "-w", "2"],
+            [sys.executable, "-m", "sacrebleu", first, second, "-i", hyp, "-tok", tokenizer, "-b", "-w", "2"],
             capture_output=True,
             text=True,
             check=True,

@@ -168,7 +168,7 @@ def test_the_fixed_time_of_a_text(monkeypatch):
     a machine that has become twice as slow."""
     seconds = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 10, 11, 12, 13, 14, 15]]) / 1000
     counts = [{"drafter_passes": 9, "rounds": 2}, {"drafter_passes": 4, "rounds": 1}]
-    outputs = [SimpleNamespace(counts=own, tokens=[0] * 7) for own in counts]
+    outputs = [SimpleNamespace(counts=row_counts, tokens=[0] * 7) for row_counts in counts]
     alone = [SimpleNamespace(counts={"model_passes": 7}, tokens=[0] * 7) for _ in counts]
     calls = np.array([9 * 1 + 2 * 17, 4 * 1 + 1 * 17]) / 1000  # a scoring call reads 4 drafts and one more
     monkeypatch.setattr(plan, "of_models", lambda cascade, names, models: models)
@@ -182,7 +182,7 @@ def test_the_fixed_time_of_a_text(monkeypatch):
         },
     )
     rounds = np.array([[0, 0.003], [0, 0]])
-    pace, found = plan.text_seconds(
+    pace, fixed_seconds = plan.text_seconds(
         SimpleNamespace(drafter=None),
         ("small", "large"),
         seconds,
@@ -193,7 +193,7 @@ def test_the_fixed_time_of_a_text(monkeypatch):
         None,
     )
     assert pace == pytest.approx(2)
-    np.testing.assert_allclose(found, [0.002, 0.005])
+    np.testing.assert_allclose(fixed_seconds, [0.002, 0.005])
 
 
 def test_the_fixed_time_of_a_round(t5_pair, monkeypatch):
@@ -216,7 +216,9 @@ def test_the_fixed_time_of_a_round(t5_pair, monkeypatch):
         costs,
         "time_parts",
         lambda parts, repetitions, job: {
-            name: Timing(own, own, own) for name, own in next(seconds).items() if name in parts
+            name: Timing(duration, duration, duration)
+            for name, duration in next(seconds).items()
+            if name in parts
         },
     )
     cascade = Cascade((FixedLogits(9),) * 4, (None,) * 4, Tokenizer(t5_pair / "verifier" / "spiece.model"))
@@ -298,8 +300,8 @@ def test_a_configs_sampler_is_timed_and_not_predicted(run, capsys):
 
 
 def test_a_config_whose_method_is_a_lossless_rule_of_its_own_is_planned(run, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text(
+    path = tmp_path / "own.py"
+    path.write_text(
         "import dataclasses\n\nfrom speccascade_jax.config import load\n"
         "from speccascade_jax.core.rules import METHODS\n\n"
         "mine, lenient = (dataclasses.replace(METHODS[name], name=own) "
@@ -307,9 +309,9 @@ def test_a_config_whose_method_is_a_lossless_rule_of_its_own_is_planned(run, tmp
         f"config = dataclasses.replace(load({str(run)!r}), method=mine, samplers={{'lenient': lenient}})\n"
     )
     for flags in [], ["--method=mine"]:
-        plan.check(plan.parse([f"--config={own}", *flags]))
+        plan.check(plan.parse([f"--config={path}", *flags]))
     with pytest.raises(FieldError) as refused:
-        plan.check(plan.parse([f"--config={own}", "--method=lenient"]))
+        plan.check(plan.parse([f"--config={path}", "--method=lenient"]))
     assert (refused.value.field, refused.value.value) == ("method", "lenient")
 
 

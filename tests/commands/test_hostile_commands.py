@@ -108,11 +108,11 @@ def test_no_file_of_the_user_is_overwritten(case, flags, folder, capsys):
 
 
 def test_evaluate_overwrites_nothing(flags, folder, capsys):
-    own = [*flags, "--task=task.py", "--output=texts", "--methods", "verifier"]
+    task_flags = [*flags, "--task=task.py", "--output=texts", "--methods", "verifier"]
     (folder / "texts").mkdir()
     before = contents(folder)
     for summary in ("data.jsonl", "texts/verifier.jsonl", "texts/verifier.jsonl.settings.json", "notes.txt"):
-        refused(capsys, ("summary", summary), "evaluate", *own, f"--summary={summary}")
+        refused(capsys, ("summary", summary), "evaluate", *task_flags, f"--summary={summary}")
     assert contents(folder) == before
 
 
@@ -120,11 +120,11 @@ def test_evaluate_overwrites_nothing(flags, folder, capsys):
 def test_method_names_are_no_paths(command, flags, folder, capsys):
     (folder / "inside").mkdir()
     inside = contents(folder)
-    own = {
+    command_flags = {
         "evaluate": ["--task=task.py", "--output=inside/texts"],
         "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=inside/out"],
     }
-    refused(capsys, ("method", "../../x"), command, *flags, *own[command], "--methods", "../../x")
+    refused(capsys, ("method", "../../x"), command, *flags, *command_flags[command], "--methods", "../../x")
     assert contents(folder) == inside
 
 
@@ -268,12 +268,12 @@ def test_tasks_are_checked_before_models_are_loaded(case, flags, folder, capsys,
         (folder / f"{name}.jsonl").write_text(json.dumps({"question": "who", "answers": answers}) + "\n")
     (folder / "list.jsonl").write_text("[1]\n")
     command, more, words = BAD_TASKS[case]
-    own = {
+    command_flags = {
         "evaluate": ["--task=task.py", "--output=texts"],
         "fewshot": ["--task=wmt", "--inputs=data.jsonl", "--shot-pool=data.jsonl", "--output=out"],
     }
     missing = ["--drafter=/nowhere", "--verifier=/nowhere"]  # a check that comes too late speaks of these
-    assert "nowhere" not in refused(capsys, words, command, *flags, *missing, *own[command], *more)
+    assert "nowhere" not in refused(capsys, words, command, *flags, *missing, *command_flags[command], *more)
     assert not (folder / "out").exists() or not (folder / "out").read_bytes()
 
 

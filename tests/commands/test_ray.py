@@ -118,12 +118,14 @@ def processes_of(pid):
     """The ids of a process's descendants, and their names."""
     table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
     rows = [line.split(maxsplit=2) for line in table.splitlines()[1:]]
-    found, fresh = {}, {str(pid)}
+    descendants, fresh = {}, {str(pid)}
     while fresh:
-        children = {own: name for own, parent, name in rows if parent in fresh and own not in found}
-        found |= children
+        children = {
+            child: name for child, parent, name in rows if parent in fresh and child not in descendants
+        }
+        descendants |= children
         fresh = set(children)
-    return {int(own): name for own, name in found.items()}
+    return {int(child): name for child, name in descendants.items()}
 
 
 @pytest.mark.full

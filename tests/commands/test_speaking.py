@@ -37,7 +37,7 @@ def test_help_says_what_each_command_does_within_the_terminal(monkeypatch, capsy
 
 def helps(shown):
     """The help texts of the flags in what --help prints, without their defaults."""
-    found, name = {}, None
+    texts, name = {}, None
     for line in shown.splitlines():
         if not line.startswith("│ "):
             name = None
@@ -47,8 +47,8 @@ def helps(shown):
             flag, _, text = text.partition("  ")
             name = flag if re.match("-|[A-Z]+$|\\[\\[", flag) else None
         if name is not None:
-            found[name] = f"{found.get(name, '')} {text.strip()}".strip()
-    return {name: re.sub(r" ?\((default: .*|required)\)$", "", text) for name, text in found.items()}
+            texts[name] = f"{texts.get(name, '')} {text.strip()}".strip()
+    return {name: re.sub(r" ?\((default: .*|required)\)$", "", text) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("command", commands.NAMES)

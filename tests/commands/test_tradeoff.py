@@ -154,8 +154,8 @@ def test_a_pick_has_the_marker_and_the_way_to_verify(tmp_path, capsys):
     )
     chosen = result("opt", 0.3, 28.0, 0.5)
     point = dataclasses.replace(chosen.point, alpha_after={"?": 0.0}, verification="block")
-    found = [*FOUND[:2], dataclasses.replace(chosen, point=point)]
-    tradeoff.pick(asked, "bleu", found, None, console())
+    results = [*FOUND[:2], dataclasses.replace(chosen, point=point)]
+    tradeoff.pick(asked, "bleu", results, None, console())
     picked = configs.load(str(tmp_path / "picked.py"))
     assert (picked.method, picked.alpha_after, picked.verification) == ("opt", {"?": 0.0}, "block")
     assert picked.settings == dataclasses.replace(

@@ -113,7 +113,7 @@ def kernel(name, k, alpha, prompt, steps):
 @pytest.mark.parametrize("name", quick(("relaxed",), ("relaxed_ratio",), among=[("relaxed",)]))
 def test_relaxed_acceptance_is_the_libraries_greedy_loop(name):
     """In one program per k, for every alpha."""
-    found, leniences = set(), np.array([0.0, 0.1, 0.2, 0.3, 0.5, 1.0])
+    outcomes, leniences = set(), np.array([0.0, 0.1, 0.2, 0.3, 0.5, 1.0])
     rows = len(leniences) * len(PROMPTS)
     for k in (1, TOP_K, VOCAB):
         method = METHODS[name].tuned(relaxed_top_k=k)
@@ -127,8 +127,8 @@ def test_relaxed_acceptance_is_the_libraries_greedy_loop(name):
             kernel(name, k, alpha, PROMPTS[number], STEPS)
             for alpha, number in zip(alphas, which, strict=True)
         ]
-        found |= {(k, row % len(PROMPTS), *text) for row, text in enumerate(texts)}
-    assert len(found) > 15  # both k and alpha decide
+        outcomes |= {(k, row % len(PROMPTS), *text) for row, text in enumerate(texts)}
+    assert len(outcomes) > 15  # both k and alpha decide
 
 
 def test_relaxed_acceptance_by_hand():

@@ -53,12 +53,12 @@ def test_a_divergence_is_its_definition(name):
 
 def derivative(loss, logits, step=1e-6):
     """Central differences of a scalar of logits."""
-    found = np.zeros(logits.shape)
+    slopes = np.zeros(logits.shape)
     for place in np.ndindex(*logits.shape):
         moved = np.zeros(logits.shape)
         moved[place] = step
-        found[place] = (float(loss(logits + moved)) - float(loss(logits - moved))) / (2 * step)
-    return found
+        slopes[place] = (float(loss(logits + moved)) - float(loss(logits - moved))) / (2 * step)
+    return slopes
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -76,9 +76,9 @@ def test_gradients_are_finite_differences(name):
         return jnp.sum(weight * value("kl", target, q) + (1 - weight) * value("tv", target, q))
 
     held = of_parts if DIVERGENCES[name].needs == ("mask",) else loss
-    found = jax.grad(loss)(draft)
-    np.testing.assert_allclose(found, derivative(held, draft), atol=1e-8)
-    assert np.abs(found).max() > 0.01
+    gradient = jax.grad(loss)(draft)
+    np.testing.assert_allclose(gradient, derivative(held, draft), atol=1e-8)
+    assert np.abs(gradient).max() > 0.01
 
 
 def test_the_gradient_of_lk_by_hand():
@@ -159,11 +159,11 @@ def test_float32_stays_finite(name):
         def loss(x, target=target):
             return jnp.sum(value(name, jax.nn.log_softmax(target), jax.nn.log_softmax(x)))
 
-        found, slope = jax.jit(jax.value_and_grad(loss))(logits)
-        assert found.dtype == slope.dtype == jnp.float32
-        assert np.isfinite(found) and np.isfinite(slope).all()
+        divergence, slope = jax.jit(jax.value_and_grad(loss))(logits)
+        assert divergence.dtype == slope.dtype == jnp.float32
+        assert np.isfinite(divergence) and np.isfinite(slope).all()
         if target is alone and name in ("kl", "lk"):  # both are cross-entropy there, however far it is
-            np.testing.assert_allclose([found, -slope[0, 7], slope[0, 9]], [300.0, 1.0, 1.0], rtol=1e-5)
+            np.testing.assert_allclose([divergence, -slope[0, 7], slope[0, 9]], [300.0, 1.0, 1.0], rtol=1e-5)
 
 
 def test_only_lk_is_finite_if_the_drafter_lacks_tokens():
@@ -182,8 +182,8 @@ def test_pi_is_the_rules(rule):
     method, alpha = METHODS[rule], 0.3
     p, q = jnp.exp(verifier), jnp.exp(drafter)
     expected = method.target(Scores(q, p, q, p, jnp.array(False)), alpha)[0]
-    found = target_law(verifier, drafter, method, alpha)
-    np.testing.assert_allclose(np.exp(found), expected, atol=1e-12)
+    target = target_law(verifier, drafter, method, alpha)
+    np.testing.assert_allclose(np.exp(target), expected, atol=1e-12)
     for number in range(2):
         slope = jax.grad(lambda *both: jnp.sum(jnp.exp(target_law(*both, method, alpha))), argnums=number)(
             verifier, drafter
@@ -195,15 +195,17 @@ def test_pi_of_token_v3_and_opt_by_hand():
     """A position and a token at a time, in plain Python."""
     verifier, drafter = laws(9, rows=30)
     both = [np.exp(np.asarray(x)) for x in (verifier, drafter)]
-    found = {name: np.exp(target_law(verifier, drafter, METHODS[name], 0.3)) for name in ("opt", "token_v3")}
+    targets = {
+        name: np.exp(target_law(verifier, drafter, METHODS[name], 0.3)) for name in ("opt", "token_v3")
+    }
     deferred = 0
     for row, (p, q) in enumerate(zip(*both, strict=True)):
         defers = q.max() < p.max() - 0.3 * np.maximum(p - q, 0).sum()
         deferred += defers
-        np.testing.assert_allclose(found["opt"][row], p if defers else q, rtol=1e-12)
+        np.testing.assert_allclose(targets["opt"][row], p if defers else q, rtol=1e-12)
         refused = p < 0.7 * p.max()
         pi = [(0 if no else b) + a * q[refused].sum() for a, b, no in zip(p, q, refused, strict=True)]
-        np.testing.assert_allclose(found["token_v3"][row], pi, rtol=1e-12)
+        np.testing.assert_allclose(targets["token_v3"][row], pi, rtol=1e-12)
     assert 0 < deferred < 30
 
 

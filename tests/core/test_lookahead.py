@@ -48,8 +48,8 @@ def laws(gamma, options, rule=lookahead, law=block_law, tables=TABLES[:2], alpha
     return [law(tables, at, prompt, steps=STEPS, eos=EOS, **options, **more) for prompt in PROMPTS]
 
 
-def p_value(found, expected):
-    tokens, which = found
+def p_value(texts, expected):
+    tokens, which = texts
     return 2 * min(chi_square(tokens[which == n], law) for n, law in enumerate(expected))
 
 
@@ -61,19 +61,19 @@ def mid_block(j, gamma, *more):
 @pytest.mark.parametrize("gamma,transform", quick((3, "plain"), (2, "top_p"), among=[(3, "plain")]))
 def test_lookahead_follows_its_law(gamma, transform, rows):
     options = {"temperature": 1.0, **TRANSFORMS[transform]}
-    found = written(gamma, rows, options)
-    assert p_value(found, laws(gamma, options)) > FAIL_BELOW
-    assert p_value(found, laws(gamma, options, mid_block)) < FAIL_BELOW  # the control: no law by prefix
+    texts = written(gamma, rows, options)
+    assert p_value(texts, laws(gamma, options)) > FAIL_BELOW
+    assert p_value(texts, laws(gamma, options, mid_block)) < FAIL_BELOW  # the control: no law by prefix
 
 
 @pytest.mark.full
 def test_its_law_as_a_block(rows):
     """Rounds begin elsewhere than token by token, and so the law of a text is another one."""
     asked = {"tables": PLACES, "alpha": 0.35}
-    found = written(3, rows, {"temperature": 1.0}, way=BLOCK, **asked)
-    assert p_value(found, laws(3, {}, law=law_as_a_whole, **asked)) > FAIL_BELOW
-    assert p_value(found, laws(3, {}, **asked)) < FAIL_BELOW  # the control: token by token
-    assert p_value(found, laws(3, {}, mid_block, law_as_a_whole, **asked)) < FAIL_BELOW
+    texts = written(3, rows, {"temperature": 1.0}, way=BLOCK, **asked)
+    assert p_value(texts, laws(3, {}, law=law_as_a_whole, **asked)) > FAIL_BELOW
+    assert p_value(texts, laws(3, {}, **asked)) < FAIL_BELOW  # the control: token by token
+    assert p_value(texts, laws(3, {}, mid_block, law_as_a_whole, **asked)) < FAIL_BELOW
 
 
 @pytest.mark.full
@@ -85,8 +85,8 @@ def test_positions_counted_from_the_end_are_detected():
         return tuple(x[:, ::-1] for x in METHOD.target(turned, alpha))
 
     options = {"temperature": 1.0}
-    found = written(3, 40_000, options, dataclasses.replace(METHOD, target=wrong))
-    assert p_value(found, laws(3, options)) < FAIL_BELOW
+    texts = written(3, 40_000, options, dataclasses.replace(METHOD, target=wrong))
+    assert p_value(texts, laws(3, options)) < FAIL_BELOW
 
 
 @pytest.mark.full
@@ -104,9 +104,9 @@ def test_adaptive_blocks_keep_its_law(rows):
     result, which = decoded(sampler, tuple(TABLES[:2]), rows, SamplingOptions(1.0), [ALPHA])
     drafted, rounds = (np.asarray(x) for x in (result.counts[1].drafted, result.counts[1].rounds))
     assert (drafted < 3 * rounds).any() and (drafted > rounds).any()
-    found = np.asarray(result.tokens), which
-    assert p_value(found, laws(3, {}, stop_below=0.6)) > FAIL_BELOW
-    assert p_value(found, laws(3, {})) < FAIL_BELOW
+    texts = np.asarray(result.tokens), which
+    assert p_value(texts, laws(3, {}, stop_below=0.6)) > FAIL_BELOW
+    assert p_value(texts, laws(3, {})) < FAIL_BELOW
 
 
 def test_prices_by_hand():
@@ -128,7 +128,9 @@ def test_without_a_price_it_is_diff():
     q, p = (jnp.asarray(rng.dirichlet(np.ones(5), (8, 4)), jnp.float32) for _ in range(2))
     scores = Scores(q, p, q, p, jnp.asarray(False))
     for n in np.ndindex(8, 4):
-        own = [np.asarray(x[n], np.float64) for x in (q, p)]
+        pair = [np.asarray(x[n], np.float64) for x in (q, p)]
         np.testing.assert_allclose(
-            METHODS["lookahead"].target(scores, 0.0)[0][n], target("diff", *own, *own, 0.0, False), atol=1e-6
+            METHODS["lookahead"].target(scores, 0.0)[0][n],
+            target("diff", *pair, *pair, 0.0, False),
+            atol=1e-6,
         )

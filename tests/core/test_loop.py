@@ -42,7 +42,7 @@ def test_unlike_rows_follow_each_its_own_law(full, rows):
     }
     methods = np.array([list(METHODS).index(asked["method"]) for asked in ASKED])[kind][:, None]
     sampler = Speculative(Autoregressive(TableLM(VOCAB)), TableLM(VOCAB), tuple(METHODS.values()), 2)
-    before, found = generate._cache_size(), []
+    before, batches = generate._cache_size(), []
     for seed in range(calls):
         order = np.random.default_rng(seed).permutation(rows)  # every kind at every place in the batch
         options = SamplingOptions(
@@ -58,9 +58,9 @@ def test_unlike_rows_follow_each_its_own_law(full, rows):
             methods=methods[order],
             limits=column["limit"][order],
         )
-        found.append((np.asarray(result.tokens), which, kind[order]))
+        batches.append((np.asarray(result.tokens), which, kind[order]))
     assert generate._cache_size() == before + 1
-    tokens, which, kinds = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    tokens, which, kinds = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     chances, others = [], []
     for number, asked in enumerate(ASKED):
         options = {name: asked[name] for name in ("temperature", *TRUNCATIONS) if name in asked}
@@ -124,7 +124,7 @@ def test_limits_cut_and_change_nothing_else():
     keys = jax.vmap(jax.random.key)(jnp.arange(64))
     inputs, lengths = np.ones((64, 1), np.int32), np.ones(64, np.int32)
 
-    def run(most, limits=None):
+    def run(steps, limits=None):
         return np.asarray(
             generate(
                 sampler,
@@ -134,7 +134,7 @@ def test_limits_cut_and_change_nothing_else():
                 lengths,
                 SamplingOptions(),
                 jnp.array([0.3]),
-                max_new_tokens=most,
+                max_new_tokens=steps,
                 eos_id=EOS,
                 limits=limits,
             ).tokens

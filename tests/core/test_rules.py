@@ -34,8 +34,8 @@ def test_targets_equal_the_table_token_by_token(method, alpha, temperature):
     np.testing.assert_allclose(pi.sum(-1), 1, atol=1e-5)
     qs, ps = (np.asarray(x, np.float64) for x in shaped)
     for n in range(len(q)):
-        own = [np.asarray(x[n], np.float64) for x in (q, p)]
-        laws = (*own, qs[n], ps[n])
+        pair = [np.asarray(x[n], np.float64) for x in (q, p)]
+        laws = (*pair, qs[n], ps[n])
         expected = (
             lookahead(n, 49, alpha, 0.8, 2.0, *laws)
             if method == "lookahead"  # one round's positions

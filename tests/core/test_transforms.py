@@ -135,5 +135,5 @@ def test_the_largest_are_those_that_a_sort_finds(flatness):
         inside = np.zeros(probs.shape, bool)
         enough = enough[:, None, None]
         np.put_along_axis(inside, order, np.broadcast_to(ranked < enough, inside.shape), axis=-1)
-        found = largest(jnp.asarray(probs), weights, enough)
-        np.testing.assert_array_equal(found, inside)
+        mask = largest(jnp.asarray(probs), weights, enough)
+        np.testing.assert_array_equal(mask, inside)

@@ -75,8 +75,8 @@ def test_loops_and_what_they_read():
 
 def test_faults():
     program, kept = Program(TEXT), {("bf16", 4 * 96 * 64), ("bf16", 8 * 128 * 128)}
-    found = program.faults("round", kept)
-    assert len(found.pop("changes of layout")) == 2 and not any(found.values())
+    faults = program.faults("round", kept)
+    assert len(faults.pop("changes of layout")) == 2 and not any(faults.values())
     assert not any(program.faults("round", {("f32", 4 * 96 * 64)}).values())
     copied = TEXT.replace("{1,2,0:T(8,128)(2,1)} copy(%cache)", "{2,1,0:T(8,128)(2,1)} copy(%cache)")
     assert len(Program(copied).faults("round", kept)["copies"]) == 2

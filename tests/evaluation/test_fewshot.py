@@ -89,8 +89,8 @@ def test_squad_gives_the_official_numbers_on_cases_made_by_hand():
         (["10 and 11", "10th and 11th centuries"], "in the 10th and 11th centuries"),
         (["The The"], "a"),
     ]
-    found = score_squad([answer for _, answer in cases], [{"answers": golds} for golds, _ in cases])
-    assert found.figures == pytest.approx(
+    marks = score_squad([answer for _, answer in cases], [{"answers": golds} for golds, _ in cases])
+    assert marks.figures == pytest.approx(
         {  # printed by the official script's functions
             "exact": 57.142857142857146,
             "f1": 69.84126984126985,
@@ -100,7 +100,7 @@ def test_squad_gives_the_official_numbers_on_cases_made_by_hand():
             "NoAns_f1": 66.66666666666667,
         }
     )
-    assert found.answers[5] == (0.0, pytest.approx(8 / 9))
+    assert marks.answers[5] == (0.0, pytest.approx(8 / 9))
     assert squad_read(" Unanswerable.\nmore") == "" and squad_read(" in France\nQuestion") == "in France"
 
 
@@ -115,8 +115,8 @@ def test_squad_gives_the_official_numbers_on_real_questions():
         guesses = [gold, " ".join(words[:3]), f"The {gold} and {words[-1]}", "", f"an {gold.upper()}!"]
         return guesses[number % 5]
 
-    found = score_squad([guess(*item) for item in enumerate(examples)], examples)
-    assert found.figures == pytest.approx(
+    marks = score_squad([guess(*item) for item in enumerate(examples)], examples)
+    assert marks.figures == pytest.approx(
         {  # printed by the official script's functions
             "exact": 50.37841395195788,
             "f1": 57.26765239542979,
@@ -140,9 +140,9 @@ def test_programs(sandbox):
         "print('",
         "import os\nfor _ in range(200): os.fork()",
     ]
-    found = task.score(answers, [example] * 5)
-    assert [verdict.outcome for verdict in found.answers] == ["passed", "failed", "time", "failed", "failed"]
-    assert found.figures == {"passed": 20.0, "failed": 60.0, "time": 20.0}
+    marks = task.score(answers, [example] * 5)
+    assert [verdict.outcome for verdict in marks.answers] == ["passed", "failed", "time", "failed", "failed"]
+    assert marks.figures == {"passed": 20.0, "failed": 60.0, "time": 20.0}
 
 
 def with_files(name, folder):

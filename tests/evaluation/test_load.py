@@ -6,6 +6,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
 from speccascade_jax.evaluation.load import closed_loop, open_loop
@@ -43,18 +44,22 @@ def url():
 
 def test_a_closed_loop_counts_every_outcome(url):
     bodies = [{"prompt": prompt} for prompt in ["well"] * 12 + ["full"] * 3 + ["cut", "error"]]
-    found = asyncio.run(closed_loop(url, bodies, clients=4))
-    said = found.summary()
+    load = asyncio.run(closed_loop(url, bodies, clients=4))
+    said = load.summary()
     assert (said["requests"], said["accepted"], said["refused_429"], said["lost"]) == (17, 12, 3, 2)
-    assert said["tokens_per_second"] == 12 * 5 / found.seconds
-    assert 50 <= said["first_token_ms_p50"] <= said["whole_ms_p99"] and found.seconds > 3 * 0.05
+    assert said["tokens_per_second"] == 12 * 5 / load.seconds
+    assert 50 <= said["first_token_ms_p50"] <= said["whole_ms_p99"] and load.seconds > 3 * 0.05
     assert asyncio.run(closed_loop("http://127.0.0.1:9", bodies[:2], 2)).summary()["lost"] == 2
 
 
 @pytest.mark.full
 def test_an_open_loop_does_not_wait_for_answers(url):
+    """The first two answers have not come when the third request is sent."""
     watched = []
-    found = asyncio.run(
-        open_loop(url, lambda n: {"prompt": "well"}, rate=40.0, seconds=1.0, watch=lambda: watched.append(1))
+    arrivals = [0.1, 0.11, 0.12, *np.linspace(0.3, 0.5, 17)]
+    load = asyncio.run(
+        open_loop(url, lambda n: {"prompt": "well"}, arrivals, watch=lambda: watched.append(time.time()))
     )
-    assert 15 < len(found.accepted) == len(found.replies) < 80 and 5 <= len(watched) <= 10
+    assert len(load.accepted) == len(load.replies) == 20 and len(watched) == 10
+    assert watched[1] - watched[0] == pytest.approx(0.02, abs=0.02)
+    assert 0.55 <= load.seconds < 0.1 + 20 * 0.05

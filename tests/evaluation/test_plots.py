@@ -75,8 +75,8 @@ def strokes(figure):
 def checked(figure):
     """The laws of every picture."""
     boxes = texts(figure)
-    for (one, a), (other, b) in combinations(boxes, 2):
-        assert not a.overlaps(b), f"{one!r} and {other!r} overlap"
+    for (label, a), (other, b) in combinations(boxes, 2):
+        assert not a.overlaps(b), f"{label!r} and {other!r} overlap"
     for stroke in strokes(figure):
         for text, box in boxes:
             assert not stroke.intersects_bbox(box, filled=False), f"a line crosses {text!r}"
@@ -134,10 +134,10 @@ def test_the_lossless_point_is_seen_among_curves(tmp_path):
     figure = plots.page(results, "bleu", "latency")
     assert "Speculative (lossless)" in [text.get_text() for text in figure.legends[0].get_texts()]
     colour = plots.COLOURS[COMPARED.index("speculative")]
-    (own,) = (line for line in figure.axes[0].lines if line.get_color() == colour)
+    (point,) = (line for line in figure.axes[0].lines if line.get_color() == colour)
     others = [line for line in figure.axes[0].lines if line.get_marker() in ("o", "s", "D")]
-    assert own.get_zorder() > max(line.get_zorder() for line in others)
-    assert own.get_markersize() >= 2 * max(line.get_markersize() for line in others)
+    assert point.get_zorder() > max(line.get_zorder() for line in others)
+    assert point.get_markersize() >= 2 * max(line.get_markersize() for line in others)
     figure.legends[0].remove()
     figure.savefig(tmp_path / "seen.png", dpi=150)
     rgb = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
@@ -163,11 +163,11 @@ def test_a_panel_holds_its_own_points():
 
 def test_truncations_have_curves_with_names():
     def cut(kind, value, method):
-        one = result(method, 0.0, 28 + 5 * value, 0.9 - 0.2 * (method == "speculative"))
+        base = result(method, 0.0, 28 + 5 * value, 0.9 - 0.2 * (method == "speculative"))
         plain = FOUND[0].point
-        return dataclasses.replace(one, contest=Contest(f"{method}, {kind}", value, plain))
+        return dataclasses.replace(base, contest=Contest(f"{method}, {kind}", value, plain))
 
-    found = [
+    results = [
         *CROWDED,
         *(
             cut(kind, value, method)
@@ -176,7 +176,7 @@ def test_truncations_have_curves_with_names():
             for method in ("verifier", "speculative")
         ),
     ]
-    figure = plots.page(found, "bleu", "latency")
+    figure = plots.page(results, "bleu", "latency")
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"Verifier, top-p", "Speculative, min-p", "Token V3"} <= set(names)
     assert all(name[0].isupper() for name in names)

@@ -56,10 +56,10 @@ def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
     np.testing.assert_array_equal(longer.length, cache.length + 4)
     np.testing.assert_array_equal(model.roll_back(longer, cache.length).length, cache.length)
     back = model.roll_back(longer, cache.length + 1)
-    _, one = jax.jit(model.extend)(params, tokens[:, :1], cache)
+    _, next_cache = jax.jit(model.extend)(params, tokens[:, :1], cache)
     np.testing.assert_array_equal(
         jax.jit(model.extend)(params, tokens[:, 1:], back)[0],
-        jax.jit(model.extend)(params, tokens[:, 1:], one)[0],
+        jax.jit(model.extend)(params, tokens[:, 1:], next_cache)[0],
     )
     sampler, state = begun("token_v3", model, model, (params, params))
     after = loop.run(sampler, (params, params), state, 2, eos_id=-1)
@@ -69,7 +69,7 @@ def test_a_model_that_computes_nothing_obeys_the_laws_of_models():
 @pytest.mark.full
 def test_every_part_takes_time():
     model, params = TableLM(4), (table(1, 4), table(2, 4))
-    found = profiling.measure(
+    timings = profiling.measure(
         model,
         model,
         params,
@@ -82,7 +82,7 @@ def test_every_part_takes_time():
         temperature=1.0,
         repetitions=2,
     )
-    assert set(found) == {
+    assert set(timings) == {
         "drafter prefill",
         "verifier prefill",
         "drafter step",
@@ -91,7 +91,7 @@ def test_every_part_takes_time():
         profiling.OVERHEAD,
         "round",
     }
-    for timing in found.values():
+    for timing in timings.values():
         assert timing.low <= timing.median <= timing.high
 
 
@@ -105,9 +105,9 @@ def test_contestants_take_turns_to_go_first():
 
         return decode
 
-    found = in_turn({name: contestant(name) for name in "abc"}, ["x"] * 6)
+    runs = in_turn({name: contestant(name) for name in "abc"}, ["x"] * 6)
     assert [order[n] for n in range(0, 18, 3)] == list("abcabc")
-    assert {name: len(own) for name, own in found.items()} == dict.fromkeys("abc", 6)
+    assert {name: len(results) for name, results in runs.items()} == dict.fromkeys("abc", 6)
 
 
 def test_a_step_excludes_the_prefill():

@@ -37,22 +37,22 @@ def test_statistics_add_up_to_the_metric(metric):
 
 def test_bleu_without_a_match_is_smoothed_as_sacrebleu_does():
     for hypotheses in (["a b c d e"], ["x"], [""]):
-        own = statistics("bleu", hypotheses, [["a x b y c"]]).sum(axis=0)
-        assert score("bleu", own) == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [["a x b y c"]]).score)
+        sums = statistics("bleu", hypotheses, [["a x b y c"]]).sum(axis=0)
+        assert score("bleu", sums) == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [["a x b y c"]]).score)
 
 
 def test_bootstrap_intervals():
     rng = np.random.default_rng(0)
     hits = (rng.random(400) < 0.3).astype(float)
     better = np.maximum(hits, rng.random(400) < 0.1)
-    own, other = (np.stack([x, np.ones(400)], axis=1) for x in (better, hits))
+    system, other = (np.stack([x, np.ones(400)], axis=1) for x in (better, hits))
     low, high = bootstrap("exact_match", other)
     spread = 100 * 1.96 * np.sqrt(hits.mean() * (1 - hits.mean()) / 400)
     assert high - low == pytest.approx(2 * spread, rel=0.15)
-    low, high = bootstrap("exact_match", own, other)
+    low, high = bootstrap("exact_match", system, other)
     assert 0 < low < 100 * (better - hits).mean() < high
     assert high - low < spread * np.sqrt(2)  # paired: half of what independent systems would have
-    assert bootstrap("exact_match", own, own) == (0.0, 0.0)
+    assert bootstrap("exact_match", system, system) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("metric", METRICS)

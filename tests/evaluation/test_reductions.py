@@ -52,16 +52,16 @@ def test_results_say_what_was_measured(tmp_path):
     }
     seconds = {verifier: (10.0, 100), drafter: (1.0, 100), point: (5.0, 50), cascade: (8.0, 100)}
     latencies = {p: Latency(np.full(4, s / 4), np.full(4, n / 4)) for p, (s, n) in seconds.items()}
-    found = {r.point: r for r in compare("exact_match", qualities, latencies)}
-    r = found[point]
+    results = {r.point: r for r in compare("exact_match", qualities, latencies)}
+    r = results[point]
     assert (r.quality, r.time.share, r.deferral_rate, r.rejection_rate) == (75.0, 0.5, 0.5, 0.25)
     assert r.calls_per_token == 20 / 95 and r.time.interval == (0.5, 0.5)
     assert r.time.predicted == pytest.approx(relative_cost(0.8, 5, 0.1) * 50 / 100)
-    assert found[cascade].time.predicted == pytest.approx((100 * 0.1 + 40) / 100)
-    assert found[drafter].gain_over_drafter == (0.0, 0.0) and r.gain_over_drafter == (0.0, 100.0)
+    assert results[cascade].time.predicted == pytest.approx((100 * 0.1 + 40) / 100)
+    assert results[drafter].gain_over_drafter == (0.0, 0.0) and r.gain_over_drafter == (0.0, 100.0)
     assert r.gain == (0.0, 75.0)
-    assert found[verifier].gain == (0.0, 0.0) and found[verifier].time.share == 1.0
-    assert found[verifier].time.predicted == 1.0 and found[drafter].time.predicted == pytest.approx(0.1)
+    assert results[verifier].gain == (0.0, 0.0) and results[verifier].time.share == 1.0
+    assert results[verifier].time.predicted == 1.0 and results[drafter].time.predicted == pytest.approx(0.1)
 
 
 def test_table_two():
@@ -89,8 +89,8 @@ def test_noise_takes_no_lossless_point_out():
         )
         for p in points
     }
-    found = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
-    assert {(r.name, r.point.top_p is None, r.quality, r.expected) for r in found} == {
+    results = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
+    assert {(r.name, r.point.top_p is None, r.quality, r.expected) for r in results} == {
         ("verifier", True, 75.0, 75.0),
         ("verifier, top_p", False, 50.0, 50.0),
         ("speculative", True, 50.0, 75.0),
@@ -98,7 +98,7 @@ def test_noise_takes_no_lossless_point_out():
         ("drafter", True, 0.0, 0.0),
         ("opt", True, 50.0, 50.0),
     }
-    ((_, methods),) = table_two(found).items()
+    ((_, methods),) = table_two(results).items()
     kept = {name for name, (fast, _) in methods.items() if fast is not None}
     assert kept == {"speculative"}
 
@@ -113,10 +113,10 @@ def test_truncations_are_compared_with_the_plain_verifier():
     qualities = {
         p: Quality(np.stack([rng.random(4), np.ones(4)], axis=1), {"model_passes": 9}, 0.5, 9) for p in points
     }
-    found = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
-    assert len(found) == len(points)
+    results = compare("exact_match", qualities, {p: Latency(np.ones(4), np.ones(4)) for p in points})
+    assert len(results) == len(points)
     plain = next(p for p in points if p.method == "verifier" and p.temperature == 1 and p not in cut)
-    curves = {r.name for r in found}
+    curves = {r.name for r in results}
     assert curves == {
         "verifier",
         "drafter",
@@ -127,17 +127,17 @@ def test_truncations_are_compared_with_the_plain_verifier():
         "speculative, top_p",
         "speculative, min_p",
     }
-    for r in found:
+    for r in results:
         if r.point in cut:
             assert r.panel == plain and r.lenience in (r.point.top_p, r.point.min_p)
-    best_cut = max(r.quality for r in found if r.name == "verifier, top_p")
-    _, good = table_two(found)[1.0, None]["verifier, top_p"]
-    assert good.quality == best_cut and set(table_two(found)[0.0, None]) == {"opt", "speculative"}
+    best_cut = max(r.quality for r in results if r.name == "verifier, top_p")
+    _, good = table_two(results)[1.0, None]["verifier, top_p"]
+    assert good.quality == best_cut and set(table_two(results)[0.0, None]) == {"opt", "speculative"}
 
 
 def test_a_truncated_panel_is_also_a_curves_point():
     points = grid(Settings(), ["speculative"], [0.1], [5], [1.0], top_ps=[None, 0.8])
     qualities = {p: Quality(np.ones((4, 2)), {"model_passes": 9}, 0.5, 9) for p in points}
-    found = [(r.name, r.panel.top_p) for r in compare("exact_match", qualities, {})]
-    assert found.count(("speculative", 0.8)) == found.count(("speculative, top_p", None)) == 1
-    assert ("drafter, top_p", None) not in found
+    curve_panels = [(r.name, r.panel.top_p) for r in compare("exact_match", qualities, {})]
+    assert curve_panels.count(("speculative", 0.8)) == curve_panels.count(("speculative, top_p", None)) == 1
+    assert ("drafter, top_p", None) not in curve_panels

@@ -223,9 +223,9 @@ def world(sandbox, tmp_path):
     ):
         unix.bind(f"/proc/self/fd/{near}/socket")  # the path itself may be too long
         nameless.bind(bare)
-        for one in (server, unix, nameless):
-            one.listen()
-            threading.Thread(target=listen, args=(one,), daemon=True).start()
+        for listener in (server, unix, nameless):
+            listener.listen()
+            threading.Thread(target=listen, args=(listener,), daemon=True).start()
         yield {
             "file": str(tmp_path / "file"),
             "kept": str(tmp_path / "kept"),
@@ -277,12 +277,12 @@ def test_a_program_sees_no_secrets(sandbox, monkeypatch):
 
 def bearing(mark):
     """The processes that were started with this mark in their environment."""
-    found = set()
+    pids = set()
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdigit() and mark in (folder / "environ").read_text(errors="replace"):
-                found.add(int(folder.name))
-    return found
+                pids.add(int(folder.name))
+    return pids
 
 
 def has_started(mark):

@@ -83,8 +83,8 @@ def test_a_sweep_compiles_once_a_method_and_block_size(tmp_path):
     measure(cascade, few, tmp_path / "few.jsonl")
     programs = cascade.clock.compilations
     points = grid(BASE, methods, [n / 10 for n in range(11)], [2, 3], [0.0, 0.3, 1.0], [0.9, 0.5])
-    found = measure(cascade, points, tmp_path / "quality.jsonl")
-    assert set(found) == set(points) and len(points) > 20 * len(few) / 2
+    qualities = measure(cascade, points, tmp_path / "quality.jsonl")
+    assert set(qualities) == set(points) and len(points) > 20 * len(few) / 2
     assert cascade.clock.compilations == programs
 
 
@@ -217,7 +217,7 @@ def test_a_grid_over_leniences_after_a_marker_and_verifications():
     assert len(points) == len({repr(point) for point in points})
     plain = [point for point in points if point.top_p is None]
     by_method = {name: [p for p in plain if p.name == name] for name in dict.fromkeys(p.name for p in plain)}
-    assert {name: len(found) for name, found in by_method.items()} == {
+    assert {name: len(group) for name, group in by_method.items()} == {
         "verifier": 1,
         "drafter": 1,
         "opt": 8,
@@ -252,13 +252,13 @@ def test_both_axes_are_measured(tmp_path):
         base, ["opt"], [0.0, 0.5], [2], [1.0], verifications=["token", "block"], alphas_after=[0.0, 5.0]
     )
     cascade, path = one_shape(), tmp_path / "quality.jsonl"
-    found = measure(cascade, points, path)
-    assert set(found) == set(points) and len(points) == 2 + 2 * 2 * 2
+    qualities = measure(cascade, points, path)
+    assert set(qualities) == set(points) and len(points) == 2 + 2 * 2 * 2
     written = path.read_bytes()
     again = measure(cascade, points, path)
     assert path.read_bytes() == written
     for point in points:
-        np.testing.assert_array_equal(again[point].statistics, found[point].statistics)
+        np.testing.assert_array_equal(again[point].statistics, qualities[point].statistics)
     before = cascade.clock.compilations
     timed = time(cascade, points, tmp_path / "latency.jsonl", trials=1)
     assert set(timed) == set(points)
@@ -338,8 +338,8 @@ def test_a_sweep_includes_a_configs_sampler(tmp_path):
     )
     points = grid(BASE, ["mine"], [0.0], [3], [0.0], known={**NAMED, **named({"mine": alone})})
     assert [(p.name, block_size_of(p)) for p in points] == [("verifier", 0), ("drafter", 0), ("mine", 0)]
-    found = measure(cascade, points, tmp_path / "quality.jsonl")
-    np.testing.assert_array_equal(found[points[2]].statistics, found[points[0]].statistics)
+    qualities = measure(cascade, points, tmp_path / "quality.jsonl")
+    np.testing.assert_array_equal(qualities[points[2]].statistics, qualities[points[0]].statistics)
     timed = time(cascade, points, tmp_path / "latency.jsonl", trials=1)
     assert (timed[points[2]].tokens == timed[points[0]].tokens).all()
     with pytest.raises(FieldError) as refused:

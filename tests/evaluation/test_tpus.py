@@ -167,10 +167,12 @@ def test_int8_weights_are_widened_only_within_products(family, devices):
     sizes = {size for kind, size in kept if kind == "s8"}
     assert sizes and not any(program.faults(program.rounds.body, kept).values())
     assert not [
-        one.name
-        for one, _, _ in program.within(program.rounds.body)
-        for array in one.arrays
-        if one.operation not in compiled.UNREAD and array.kind in ("bf16", "f32") and array.count in sizes
+        instruction.name
+        for instruction, _, _ in program.within(program.rounds.body)
+        for array in instruction.arrays
+        if instruction.operation not in compiled.UNREAD
+        and array.kind in ("bf16", "f32")
+        and array.count in sizes
     ]
 
 
@@ -258,14 +260,19 @@ def test_the_command_reports_the_needs_of_a_pair(tmp_path, monkeypatch, capsys):
     for line in map(json.loads, path.read_text().splitlines()):
         title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, block size 2")[0]
         figures.setdefault(title, {})[line["figure"]] = line
-    values = {title: {name: line["value"] for name, line in own.items()} for title, own in figures.items()}
-    own = values.pop("a round")
+    values = {
+        title: {name: line["value"] for name, line in lines.items()} for title, lines in figures.items()
+    }
+    round_values = values.pop("a round")
     assert list(values) == ["prefill", "decode loop", "drafter step", "verifier step", "scoring 3 tokens"]
-    assert all(one["fits"] and one["HBM in all, MB"] > one["arguments, MB"] > 0 for one in values.values())
-    least = 3 * own["to be read: drafter pass, MB"] + own["to be read: verifier pass, MB"]
-    assert own["to be read, MB"] == pytest.approx(least)
-    assert own["lower bound, ms"] == pytest.approx(least * 1e9 / tpus.CHIPS["v5e"].bandwidth)
-    assert not any(value for name, value in own.items() if name.startswith("in the loop"))
+    assert all(
+        program["fits"] and program["HBM in all, MB"] > program["arguments, MB"] > 0
+        for program in values.values()
+    )
+    least = 3 * round_values["to be read: drafter pass, MB"] + round_values["to be read: verifier pass, MB"]
+    assert round_values["to be read, MB"] == pytest.approx(least)
+    assert round_values["lower bound, ms"] == pytest.approx(least * 1e9 / tpus.CHIPS["v5e"].bandwidth)
+    assert not any(value for name, value in round_values.items() if name.startswith("in the loop"))
     assert {line["device"] for line in figures["decode loop"].values()} == {"v5e:2x2"}
     assert "to be read, MB" in capsys.readouterr().out
 
@@ -273,8 +280,8 @@ def test_the_command_reports_the_needs_of_a_pair(tmp_path, monkeypatch, capsys):
 @pytest.mark.full
 def test_a_program_that_does_not_fit_is_reported(devices):
     wide = dataclasses.replace(T5, vocab_size=2**26)  # 2 x 17 GB of 16
-    [(title, found)] = tpus.figures(tpus.Pair(tpus.Shapes(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
-    assert title.startswith("prefill, 1 of v5e:2x2") and not found["fits"] and "exceeds" in found["why"]
+    [(title, figures)] = tpus.figures(tpus.Pair(tpus.Shapes(wide, wide, 24, 8, 2), devices), "v5e:2x2", 0.8)
+    assert title.startswith("prefill, 1 of v5e:2x2") and not figures["fits"] and "exceeds" in figures["why"]
 
 
 @pytest.mark.full

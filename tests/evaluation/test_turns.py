@@ -44,14 +44,15 @@ def outputs(first, texts, block_size, seed=0):
 
 
 class Decoders:
-    """Stands for turns.Cascades; `decoded` tells what was decoded, and after `most` the process is killed."""
+    """Stands for turns.Cascades; `decoded` tells what was decoded, and after `limit` the process is
+    killed."""
 
-    def __init__(self, most=10**9):
-        self.decoded, self.most = [], most
+    def __init__(self, limit=10**9):
+        self.decoded, self.limit = [], limit
 
     def decoder(self, run):
         def decode(first, texts):
-            if len(self.decoded) == self.most:
+            if len(self.decoded) == self.limit:
                 raise KeyboardInterrupt
             self.decoded.append((run.block_size, run.seed, first))
             return float(first + run.block_size), outputs(first, texts, run.block_size, run.seed)
@@ -72,7 +73,7 @@ def test_counts_are_sums_over_seeds_and_resume(tmp_path):
     np.testing.assert_array_equal(whole["2"].rounds, [1 + 2, 2 + 3, 3 + 1] * 2)
     np.testing.assert_array_equal(whole["2"].tokens, 3 * whole["2"].rounds)
     with pytest.raises(KeyboardInterrupt):
-        counts_in(tmp_path, Decoders(most=3))
+        counts_in(tmp_path, Decoders(limit=3))
     rest = Decoders()
     resumed = counts_in(tmp_path, rest)
     assert rest.decoded == [(4, 1, 0)]
@@ -110,13 +111,13 @@ def test_times_are_taken_in_turn_and_resume(tmp_path):
     assert all(a[2] == b[2] and {a[0], b[0]} == {2, 4} for a, b in pairs)
     assert len({a[0] for a, _ in pairs}) == 2  # each begins at times
     with pytest.raises(KeyboardInterrupt):
-        times_in(tmp_path, Decoders(most=4 + 2 * 5 + 1))
+        times_in(tmp_path, Decoders(limit=4 + 2 * 5 + 1))
     rest = Decoders()
     resumed = times_in(tmp_path, rest)
     assert len(rest.decoded) == 4 + 2 * 4
     for name in RUNS:
         np.testing.assert_array_equal(resumed[name], whole[name])
-    nothing_left = Decoders(most=0)
+    nothing_left = Decoders(limit=0)
     times_in(tmp_path, nothing_left)
 
 
@@ -138,13 +139,13 @@ def test_ratios_are_of_sums_and_paired():
     """One decoder always needs half of the calls and of the time of another: the intervals have no width."""
     rng = np.random.default_rng(0)
     tokens, rounds = rng.integers(10, 50, (2, 40)).astype(float)
-    one = Counts(tokens, rounds / 2, rounds, rounds)
+    decoder = Counts(tokens, rounds / 2, rounds, rounds)
     other = Counts(tokens, rounds, rounds, rounds)
-    np.testing.assert_allclose(tokens_a_call(one, other), 2)
+    np.testing.assert_allclose(tokens_a_call(decoder, other), 2)
     assert tokens_a_call(other).value == tokens.sum() / rounds.sum()
     low, high = tokens_a_call(other)[1:]
     assert low < tokens_a_call(other).value < high
     seconds = rng.random(40)
     np.testing.assert_allclose(times_as_fast(Times(seconds, *other), Times(3 * seconds, *other)), 3)
-    assert f"{tokens_a_call(one, other)}" == "2.00 (2.00 to 2.00)"
-    assert f"{tokens_a_call(one, other):.3f}" == "2.000 (2.000 to 2.000)"
+    assert f"{tokens_a_call(decoder, other)}" == "2.00 (2.00 to 2.00)"
+    assert f"{tokens_a_call(decoder, other):.3f}" == "2.000 (2.000 to 2.000)"

@@ -123,14 +123,14 @@ def made_by_hand(monkeypatch):
     )
 
 
-def found(name, folder, most=SMALL):
-    experiment = EXPERIMENTS[name].smaller(**most)
+def run_experiment(name, folder, limits=SMALL):
+    experiment = EXPERIMENTS[name].smaller(**limits)
     return experiment.measurement, experiment.measurement.measure(Bench(folder, console(quiet=True)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_finds_tables_and_pictures(name, made_by_hand, tmp_path):
-    _, result = found(name, tmp_path)
+    _, result = run_experiment(name, tmp_path)
     assert result.tables
     for key, table in result.tables.items():
         assert re.fullmatch(r"[\w-]+", key) and table["title"].endswith(".") and table["rows"]
@@ -168,7 +168,7 @@ TRADE_OFFS = [name for name in SWEEPS if isinstance(EXPERIMENTS[name].measuremen
 @pytest.mark.parametrize("name", TRADE_OFFS)
 def test_every_trade_off_has_its_rivals(name, made_by_hand, tmp_path):
     """The drafter alone in every panel, and the truncated verifier wherever it samples."""
-    measurement, result = found(name, tmp_path)
+    measurement, result = run_experiment(name, tmp_path)
     assert len(result.tables) == len(measurement.temperatures)
     for temperature, table in zip(measurement.temperatures, result.tables.values(), strict=True):
         rows = {(row[0], row[1].removesuffix(sweeps.WORSE)): row for row in table["rows"]}
@@ -180,7 +180,7 @@ def test_every_trade_off_has_its_rivals(name, made_by_hand, tmp_path):
 
 def test_a_rule_without_the_verifiers_quality_is_marked(made_by_hand, tmp_path):
     """Of the lenient points none is as good; lossless decoding counts with the verifier's own."""
-    [table, *_] = found("trade-offs-translation", tmp_path)[1].tables.values()
+    [table, *_] = run_experiment("trade-offs-translation", tmp_path)[1].tables.values()
     names = [row[1] for row in table["rows"]]
     assert "`lossy`" in names and "`speculative`" in names
     lenient = dataclasses.replace(EXPERIMENTS["trade-offs-translation"].measurement, alphas=(0.5,), inputs=6)
@@ -190,7 +190,7 @@ def test_a_rule_without_the_verifiers_quality_is_marked(made_by_hand, tmp_path):
 
 def test_speeds_are_those_of_the_decoders(made_by_hand, tmp_path):
     """A call of block size b yields b + 1 tokens in the time of one: that many times as fast."""
-    measurement, result = found("lossless-speeds", tmp_path, {**SMALL, "choices": None})
+    measurement, result = run_experiment("lossless-speeds", tmp_path, {**SMALL, "choices": None})
     for key, value in (("speeds", "{0:.2f} ({0:.2f} to {0:.2f})"), ("calls", "{0:.2f}")):
         table = result.tables[key]
         assert len(table["rows"]) == 2 * 2  # a row for each temperature and dtype
@@ -209,7 +209,7 @@ def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, t
         return {"verifier": 100.0, "speculative": 150.0 + 10 * len(calls)}[calls[-1][0]]
 
     monkeypatch.setattr(runs, "tokens_per_second", speed)
-    _, result = found("whole-runs", tmp_path)
+    _, result = run_experiment("whole-runs", tmp_path)
     a_trial = [[method, t] for t in "01" for method in ("verifier", "speculative", "speculative")]
     assert calls == 2 * a_trial
     assert result.tables["runs"]["rows"] == [
@@ -217,7 +217,7 @@ def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, t
         ["`speculative`", "0", "3", "2.00 (1.70 to 2.30)", "2.30 (2.00 to 2.60)"],
         ["`speculative`", "0", "5", "2.10 (1.80 to 2.40)", "2.40 (2.10 to 2.70)"],
     ]
-    assert found("whole-runs", tmp_path)[1] == result and len(calls) == 12
+    assert run_experiment("whole-runs", tmp_path)[1] == result and len(calls) == 12
 
 
 @pytest.mark.full
@@ -230,7 +230,7 @@ def test_the_speed_of_a_whole_run_is_that_of_its_summary(t5_pair):
 
 
 def test_ways_of_verification_are_compared_at_their_best_block_size(made_by_hand, tmp_path):
-    _, result = found("verification-times", tmp_path, {**SMALL, "choices": None})
+    _, result = run_experiment("verification-times", tmp_path, {**SMALL, "choices": None})
     rows = result.tables["times"]["rows"]
     assert {cell for row in rows for cell in row[3:5]} == {"10.00 (10.00 to 10.00) at 9"}
     assert {row[5] for row in rows} == {"1.000 (1.000 to 1.000)"}
@@ -239,7 +239,7 @@ def test_ways_of_verification_are_compared_at_their_best_block_size(made_by_hand
 def test_expected_calls_are_those_of_the_decodings(made_by_hand, tmp_path):
     """Where every draft is accepted, and again from what has been measured."""
     for _ in range(2):
-        measurement, result = found("verification-expected", tmp_path, {**SMALL, "choices": None})
+        measurement, result = run_experiment("verification-expected", tmp_path, {**SMALL, "choices": None})
         rows = result.tables["expected"]["rows"]
         assert len(rows) == 3 * 2 * len(measurement.block_sizes)
         assert {row[5] for row in rows} == {"1.000 (1.000 to 1.000)"}
@@ -282,7 +282,7 @@ def test_a_missing_requirement_is_reported_in_a_sentence(monkeypatch, tmp_path):
 def test_a_pick_is_checked_on_the_test_split(made_by_hand, tmp_path):
     """The most lenient point at the verifier's quality, which only alpha 0 reaches. Its figures on validation
     precede those on test."""
-    measurement, result = found("picks-demo", tmp_path, {**SMALL, "choices": None})
+    measurement, result = run_experiment("picks-demo", tmp_path, {**SMALL, "choices": None})
     rows = result.tables["demo"]["rows"]
     assert [row[6] for row in rows][:2] == ["verifier alone", "drafter alone"]
     assert len(rows) == 3 * len(measurement.temperatures)
@@ -292,7 +292,7 @@ def test_a_pick_is_checked_on_the_test_split(made_by_hand, tmp_path):
 
 
 def test_a_rival_is_compared_at_no_more_calls(made_by_hand, tmp_path):
-    measurement, result = found("learned-rule", tmp_path, {**SMALL, "choices": None, "inputs": 6})
+    measurement, result = run_experiment("learned-rule", tmp_path, {**SMALL, "choices": None, "inputs": 6})
     [table] = result.tables.values()
     assert len(table["rows"]) == (1 + 2) * len(measurement.alphas)  # one top-p at temperature 0
     for row in table["rows"]:
@@ -348,7 +348,7 @@ def test_trainings_are_compared_by_their_sums(made_by_hand, monkeypatch, tmp_pat
     monkeypatch.setattr(
         turns.Cascades, "decoder", lambda _, run: lambda first, texts: counted(run, first, texts)
     )
-    rows = found("losses-e2e", tmp_path)[1].tables["losses-e2e"]["rows"]
+    rows = run_experiment("losses-e2e", tmp_path)[1].tables["losses-e2e"]["rows"]
     assert [row[1:] for row in rows[:3]] == [
         ["before", "1.000", "0.333 (0.333 to 0.333)", "0.500, 0.250"],
         ["kl", "3.000", "", ""],

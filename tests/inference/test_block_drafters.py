@@ -58,8 +58,10 @@ def test_greedy_texts_are_the_verifiers(cascade, params, spiece, full):
     assert all(output.counts["drafter_passes"] == output.counts["rounds"] for output in outputs)
     if full:
         large = T5Model(dataclasses.replace(T5, num_decoder_layers=1))
-        own = large.init(5)
-        three = Cascade((*NETWORK.members, large), (params, params, own), Tokenizer(spiece), **LIMITS)
+        large_params = large.init(5)
+        three = Cascade(
+            (*NETWORK.members, large), (params, params, large_params), Tokenizer(spiece), **LIMITS
+        )
         alone = tokens(three, method="verifier")
         for hand_over in ("need", "truncate", "keep"):
             assert tokens(three, block_size=(3, 4), batch_size=3, hand_over=hand_over) == alone
@@ -73,8 +75,8 @@ def test_a_text_does_not_depend_on_its_batch(cascade):
         for method, alpha, top_p in (("speculative", 0.0, 1.0), ("opt", 0.05, 0.9), ("token_v3", 0.3, 1.0))
     ]
     together = list(cascade.generate(SENTENCES[:3], settings, batch_size=3))
-    for n, (text, own) in enumerate(zip(SENTENCES[:3], settings, strict=True)):
-        [alone] = cascade.generate([text], own, first_index=n)
+    for n, (text, row_settings) in enumerate(zip(SENTENCES[:3], settings, strict=True)):
+        [alone] = cascade.generate([text], row_settings, first_index=n)
         assert (together[n].tokens, together[n].counts) == (alone.tokens, alone.counts)
 
 

@@ -101,8 +101,8 @@ def test_rows_of_a_batch_follow_their_own_levels(three):
         )
     ]
     together = list(three.generate(SENTENCES[:4], settings, batch_size=4))
-    for n, (text, own) in enumerate(zip(SENTENCES[:4], settings, strict=True)):
-        [alone] = three.generate([text], own, first_index=n)
+    for n, (text, row_settings) in enumerate(zip(SENTENCES[:4], settings, strict=True)):
+        [alone] = three.generate([text], row_settings, first_index=n)
         assert (together[n].tokens, together[n].counts) == (alone.tokens, alone.counts)
 
 
@@ -114,9 +114,9 @@ def test_streaming_a_hierarchy(three):
 
 
 def test_one_model_is_a_cascade_of_one(pair, t5_pair):
-    one = Cascade.load(t5_pair / "verifier", **LIMITS)
-    assert tokens(one) == tokens(pair, method="verifier")
-    assert tokens(one, method="drafter", temperature=1.0) == tokens(one, temperature=1.0)
+    cascade = Cascade.load(t5_pair / "verifier", **LIMITS)
+    assert tokens(cascade) == tokens(pair, method="verifier")
+    assert tokens(cascade, method="drafter", temperature=1.0) == tokens(cascade, temperature=1.0)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_values_that_do_not_match_the_levels_are_refused(three, options, field, 
 
 
 def test_rules_need_two_models(t5_pair):
-    one = Cascade.load(t5_pair / "verifier", **LIMITS)
+    cascade = Cascade.load(t5_pair / "verifier", **LIMITS)
     with pytest.raises(FieldError) as refused:
-        one.generate(SENTENCES, method="opt")
+        cascade.generate(SENTENCES, method="opt")
     assert (refused.value.field, refused.value.value) == ("method", "opt")
 
 
@@ -177,20 +177,20 @@ NETWORKS = {
 class Alone:
     """A member with a cache that no other member reads."""
 
-    own: Member
+    member: Member
 
     @property
     def vocab_size(self):
-        return self.own.vocab_size
+        return self.member.vocab_size
 
     def prefill(self, *arguments):
-        return self.own.prefill(*arguments)
+        return self.member.prefill(*arguments)
 
     def extend(self, *arguments):
-        return self.own.extend(*arguments)
+        return self.member.extend(*arguments)
 
     def roll_back(self, *arguments):
-        return self.own.roll_back(*arguments)
+        return self.member.roll_back(*arguments)
 
 
 @pytest.mark.full
@@ -208,10 +208,10 @@ def test_members_of_a_network_draft_for_each_other(network, hand_over, temperatu
     sampler, nest = together.sampler(Settings(**settings))
     assert sampler.models == network and nest is params  # held once
     apart = Cascade(tuple(map(Alone, members)), (params,) * count, Tokenizer(spiece), **LIMITS)
-    found = tokens(together, **settings)
-    assert found == tokens(apart, **settings)
+    outputs = tokens(together, **settings)
+    assert outputs == tokens(apart, **settings)
     if temperature == 0:
-        assert found == tokens(together, method="verifier")
+        assert outputs == tokens(together, method="verifier")
 
 
 @pytest.mark.full
@@ -228,20 +228,20 @@ def test_a_drafter_that_reads_states(spiece):
         {path: 0 * x if path[0] == "states" else x for path, x in nnx.to_flat_state(params)}
     )
     sees, not_ = (
-        Cascade(network.members, (own,) * 2, Tokenizer(spiece), **LIMITS) for own in (params, blind)
+        Cascade(network.members, (weights,) * 2, Tokenizer(spiece), **LIMITS) for weights in (params, blind)
     )
     alone = tokens(sees, method="verifier")
     assert alone == tokens(sees, block_size=3) == tokens(sees, block_size=3, batch_size=4)
     outputs = list(sees.generate(SENTENCES[:3], method="verifier"))
-    found, without = (
+    acceptance, without = (
         reading(cascade, outputs, Settings(temperature=1.0), 4).acceptance for cascade in (sees, not_)
     )
-    assert found[1, 1] == pytest.approx(1) and abs(found[0, 1] - without[0, 1]) > 1e-5
+    assert acceptance[1, 1] == pytest.approx(1) and abs(acceptance[0, 1] - without[0, 1]) > 1e-5
     source, length = pad(sees.encode(SENTENCES[:3])[0], 32, 0)
     target, count = pad([output.tokens for output in outputs], 24, 0)
     laws = [jax.nn.softmax(x) for x in jax.jit(network.forced_members)(params, source, length, target)]
     overlap = np.asarray(jnp.minimum(*laws).sum(axis=-1))[np.arange(24) < count[:, None]].mean()
-    assert found[0, 1] == pytest.approx(overlap, abs=1e-5)
+    assert acceptance[0, 1] == pytest.approx(overlap, abs=1e-5)
 
 
 def test_members_must_be_in_order(spiece):

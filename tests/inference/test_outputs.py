@@ -279,9 +279,9 @@ def test_a_full_disk_is_named_and_loses_no_line(path, tmp_path):
     whole = tmp_path / "summary.json"
     whole.write_text("before")
 
-    def limited(most):
+    def limited(limit):
         return subprocess.run(
-            [sys.executable, "-c", LIMITED, path, whole, str(most)],
+            [sys.executable, "-c", LIMITED, path, whole, str(limit)],
             check=True,
             text=True,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -318,9 +318,9 @@ def test_lines_of_several_processes_are_all_written(path):
     ]
     assert [process.wait() for process in processes] == [0, 0] and time.time() - begin < 60
     half, *lines = path.read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines]
     assert half == '{"half' and all(
-        [line["n"] for line in found if line["who"] == who] == list(range(200)) for who in "ab"
+        [line["n"] for line in records if line["who"] == who] == list(range(200)) for who in "ab"
     )
 
 

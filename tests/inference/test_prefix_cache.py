@@ -52,7 +52,7 @@ def called(monkeypatch):
     names, real = [], Programs.call
 
     def call(self, program, *rest):
-        names.append(next(key[0] for key, own in self.compiled.items() if own is program))
+        names.append(next(key[0] for key, executable in self.compiled.items() if executable is program))
         return real(self, program, *rest)
 
     monkeypatch.setattr(Programs, "call", call)

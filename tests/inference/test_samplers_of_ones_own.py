@@ -101,14 +101,14 @@ def test_a_model_that_is_not_the_cascades_is_refused(cascade):
     assert refused.value.field == "sampler"
 
 
-def own(cascade, *ways):
+def opt_sampler(cascade, *ways):
     return Speculative(Autoregressive(cascade.drafter), cascade.verifier, NAMED["opt"], 3, verification=ways)
 
 
 @pytest.mark.parametrize("ways", [(), (TOKEN,)])
 def test_a_verification_that_it_lacks_is_refused(cascade, ways):
     """Before models are loaded if it is an object, and with them if it is made of them."""
-    sampler = own(cascade, *ways) if ways else Autoregressive(cascade.verifier)
+    sampler = opt_sampler(cascade, *ways) if ways else Autoregressive(cascade.verifier)
     settings = Settings(method=sampler, verification="block")
     made = Settings(method=lambda models: sampler, verification="block")
     assert settings.by(sampler).verification == TOKEN.name and settings.by(made.method) == made
@@ -122,15 +122,15 @@ def test_a_verification_that_it_lacks_is_refused(cascade, ways):
 @pytest.mark.full
 def test_its_ways_to_verify_can_be_chosen(cascade):
     options = {"temperature": 1.0, "alpha": 0.3}
-    both = own(cascade, TOKEN, BLOCK)
+    both = opt_sampler(cascade, TOKEN, BLOCK)
     for way in both.verifications:
         chosen = written(cascade.generate(TEXTS, sampler=both, verification=way.name, **options))
         assert chosen == written(
             cascade.generate(TEXTS, method="opt", block_size=3, verification=way.name, **options)
         )
-    [lane] = cascade.lanes([Settings(method=own(cascade, TOKEN))]).values()
+    [lane] = cascade.lanes([Settings(method=opt_sampler(cascade, TOKEN))]).values()
     with pytest.raises(FieldError) as refused:
-        lane.numbers(Settings(method=own(cascade, TOKEN), verification="block"))
+        lane.numbers(Settings(method=opt_sampler(cascade, TOKEN), verification="block"))
     assert (refused.value.field, refused.value.value) == ("verification", "block")
 
 

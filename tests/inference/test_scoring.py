@@ -45,19 +45,23 @@ def test_scores_are_the_law(kind):
     settings = [Settings(**{"temperature": 1.0, **asked}) for asked in ASKED[kind]]
     [lane] = cascade.lanes(settings).values()
     scorer = Scorer(lane.plan, lane.params, 16)
-    for own in settings:
+    for row_settings in settings:
         levels = len(tables) - 1
         options = {
-            name: value for name in ("temperature", *TRUNCATIONS) if (value := getattr(own, name)) is not None
+            name: value
+            for name in ("temperature", *TRUNCATIONS)
+            if (value := getattr(row_settings, name)) is not None
         }
-        methods, alphas = ([*own.of_levels(name, levels)] if levels else [] for name in ("method", "alpha"))
-        law = sequence_law(tables, methods, alphas, PROMPT, steps=3, eos=3, **options)
-        request = Request(PROMPT, own, 0, lane.numbers(own))
-        found = {text: scorer(request, list(text)) for text in law}
-        np.testing.assert_allclose(
-            [np.exp(scores.logprobs.sum()) for scores in found.values()], list(law.values()), atol=1e-6
+        methods, alphas = (
+            [*row_settings.of_levels(name, levels)] if levels else [] for name in ("method", "alpha")
         )
-        for text, scores in found.items():
+        law = sequence_law(tables, methods, alphas, PROMPT, steps=3, eos=3, **options)
+        request = Request(PROMPT, row_settings, 0, lane.numbers(row_settings))
+        text_scores = {text: scorer(request, list(text)) for text in law}
+        np.testing.assert_allclose(
+            [np.exp(scores.logprobs.sum()) for scores in text_scores.values()], list(law.values()), atol=1e-6
+        )
+        for text, scores in text_scores.items():
             assert scores.logprobs.shape == (len(text),) and scores.likeliest.shape == (len(text), 4)
             assert (np.diff(scores.likeliest_logprobs, axis=1) <= 0).all()
             assert all(
@@ -74,8 +78,8 @@ def test_scores_of_a_lossless_block_drafter_are_the_verifiers_law():
     scorer = Scorer(lane.plan, lane.params, 16)
     law = sequence_law(TABLES[1:2], [], [], PROMPT, steps=3, eos=3, temperature=0.7)
     request = Request(PROMPT, settings, 0, lane.numbers(settings))
-    found = [np.exp(scorer(request, list(text)).logprobs.sum()) for text in law]
-    np.testing.assert_allclose(found, list(law.values()), atol=1e-6)
+    probabilities = [np.exp(scorer(request, list(text)).logprobs.sum()) for text in law]
+    np.testing.assert_allclose(probabilities, list(law.values()), atol=1e-6)
 
 
 @pytest.mark.parametrize(

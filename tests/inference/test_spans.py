@@ -119,10 +119,10 @@ class Plain(Speculative):
 
 def test_a_program_without_spans_is_what_it_was():
     model = TableLM(4)
-    found, plain = (kind(Autoregressive(model), model, METHODS["opt"], 2) for kind in (Speculative, Plain))
-    assert lowered(found, None) == lowered(plain, None)
+    sampler, plain = (kind(Autoregressive(model), model, METHODS["opt"], 2) for kind in (Speculative, Plain))
+    assert lowered(sampler, None) == lowered(plain, None)
     markers = Markers(np.full((2, 1, 3), NO_TOKEN, np.int32), np.zeros((2, 1, 1), np.float32))
-    assert lowered(found, markers) != lowered(plain, None)  # the control
+    assert lowered(sampler, markers) != lowered(plain, None)  # the control
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_served_texts_are_those_of_generate(served):
         settings = dataclasses.replace(OPT, seed=3, alpha_after=wanted, verification="block")
         outputs = [*model.cascade.generate(["201"] * 12, settings)]
         assert [choice["text"] for choice in answer["choices"]] == [output.text for output in outputs]
-        origins = [[one["origin"] for one in choice["origin"]] for choice in answer["choices"]]
+        origins = [[piece["origin"] for piece in choice["origin"]] for choice in answer["choices"]]
         assert origins == [output.origin for output in outputs]
         assert streamed(url, body | {"n": 1}) == outputs[0].text
         [greedy] = model.cascade.generate(["201"], settings, temperature=0.0)
@@ -307,14 +307,14 @@ def test_a_marker_in_byte_level_pieces_is_found_wherever_it_is_written(byte_leve
         [written] = byte_level.encode_batch([text])
         for marker in ("Answer:", "The answer is", "answer", ":"):
             known = tokenizations(byte_level, marker)
-            found = [
+            places = [
                 n
                 for n in range(1, len(written) + 1)
                 if any(tuple(written[max(n - len(tokens), 0) : n]) == tokens for tokens in known)
             ]
             counts = [byte_level.decode(written[:n]).count(marker) for n in range(len(written) + 1)]
-            assert found == [n for n in range(1, len(written) + 1) if counts[n] > counts[n - 1]]
-            merged += sum(byte_level.decode(written[n - 1 : n]).endswith("\n") for n in found)
+            assert places == [n for n in range(1, len(written) + 1) if counts[n] > counts[n - 1]]
+            merged += sum(byte_level.decode(written[n - 1 : n]).endswith("\n") for n in places)
     assert merged > 5
 
 

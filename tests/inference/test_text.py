@@ -217,9 +217,9 @@ def test_each_request_of_a_mixed_batch_writes_the_same_as_alone(cascade, batch_s
     texts = [f"{a} {b}" for a in SENTENCES for b in SENTENCES]
     settings = [UNLIKE[n % len(UNLIKE)] for n in range(len(texts))]
     together = list(cascade.generate(texts, settings, batch_size=batch_size))
-    for n, (source, own) in enumerate(zip(texts, settings, strict=True)):
-        [alone] = cascade.generate([source], own, first_index=n)
-        assert law_of(together[n]) == law_of(alone), own
+    for n, (source, row_settings) in enumerate(zip(texts, settings, strict=True)):
+        [alone] = cascade.generate([source], row_settings, first_index=n)
+        assert law_of(together[n]) == law_of(alone), row_settings
     assert max(len(o.tokens) for o, s in zip(together, settings, strict=True) if s.max_new_tokens) == 5
 
 
@@ -227,8 +227,8 @@ def test_each_request_of_a_mixed_batch_writes_the_same_as_alone(cascade, batch_s
 def test_a_method_object_is_a_method(cascade):
     """Under another name it writes what METHODS' own one does; of one's own it is followed."""
     options = {"alpha": 0.2, "temperature": 1.0}
-    own = Method(METHODS["opt"].target, 0, 1, "a copy")
-    named, given = (list(cascade.generate(SENTENCES, method=method, **options)) for method in ("opt", own))
+    copy = Method(METHODS["opt"].target, 0, 1, "a copy")
+    named, given = (list(cascade.generate(SENTENCES, method=method, **options)) for method in ("opt", copy))
     assert list(map(written, named)) == list(map(written, given))
     drafters = Method(
         lambda s, alpha: (target_probs(s.q_sampled, s.p_sampled, s.q < 0), s.q < 0), 0, 1, "never defer"

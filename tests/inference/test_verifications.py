@@ -50,7 +50,7 @@ def test_rows_of_a_batch_are_verified_in_their_own_ways(models, sizes):
     first = next(iter(VERIFICATIONS))
     same = [dataclasses.replace(settings, verification=first) for settings in each]
     others = alone.generate(texts, same, batch_size=4)
-    assert [one.tokens for one in many] != [other.tokens for other in others]  # the control
+    assert [row.tokens for row in many] != [other.tokens for other in others]  # the control
 
 
 def test_a_stream_as_a_block_ends_with_the_text_of_generate():

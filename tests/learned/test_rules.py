@@ -50,7 +50,7 @@ def rng():
 def features_by_hand(q, p, qs, ps):
     """FEATURES of one position, in float64."""
     differs = np.maximum(ps - qs, 0).sum()
-    means = [(np.maximum(own, 0) / (differs or 1)) @ law for own in (qs - ps, ps - qs) for law in (q, p)]
+    means = [(np.maximum(gap, 0) / (differs or 1)) @ law for gap in (qs - ps, ps - qs) for law in (q, p)]
     return np.array(
         [q.max(), p.max(), entropy(q), entropy(p), differs, *means, *np.log(np.add(means, 1e-3)) / 4]
     )
@@ -102,11 +102,11 @@ def test_a_mixture_that_has_learnt_nothing_is_mixture(rng):
     q, p = (jnp.asarray(x, jnp.float32) for x in rng.dirichlet(np.ones(6), (2, 3, 4)))
     scores = Scores(q, p, q, p, jnp.asarray(False))
     for alpha in (0.0, 0.3, 1.0, jnp.full((3, 1, 1), 0.6)):
-        found, _ = learned_rules.method_of(NOTHING, "learned_mixture").target(scores, alpha)
-        np.testing.assert_allclose(found, METHODS["mixture"].target(scores, alpha)[0], atol=1e-6)
-    own = by_hand(WEIGHTS, mixes=True)(*(np.asarray(x[1, 2], np.float64) for x in (q, p, q, p)), 0.3)
-    found, _ = learned_rules.method_of(WEIGHTS, "learned_mixture").target(scores, 0.3)
-    np.testing.assert_allclose(found[1, 2], own, atol=1e-5)
+        law, _ = learned_rules.method_of(NOTHING, "learned_mixture").target(scores, alpha)
+        np.testing.assert_allclose(law, METHODS["mixture"].target(scores, alpha)[0], atol=1e-6)
+    expected = by_hand(WEIGHTS, mixes=True)(*(np.asarray(x[1, 2], np.float64) for x in (q, p, q, p)), 0.3)
+    law, _ = learned_rules.method_of(WEIGHTS, "learned_mixture").target(scores, 0.3)
+    np.testing.assert_allclose(law[1, 2], expected, atol=1e-5)
 
 
 def test_a_router_that_has_learnt_nothing_is_opt(rng):
@@ -116,9 +116,9 @@ def test_a_router_that_has_learnt_nothing_is_opt(rng):
             qs, ps = (transform(x, temperature) for x in (q, p))
             for alpha in (0.0, 0.3):
                 scores = Scores(*map(jnp.asarray, (q, p, qs, ps, temperature == 0)))
-                found, _ = learned_rules.method_of(NOTHING).target(scores, alpha)
+                law, _ = learned_rules.method_of(NOTHING).target(scores, alpha)
                 wanted = target("opt", q, p, qs, ps, alpha, temperature == 0)
-                np.testing.assert_allclose(found, wanted, atol=1e-6)
+                np.testing.assert_allclose(law, wanted, atol=1e-6)
 
 
 def test_features_are_as_by_hand(rng):
@@ -133,9 +133,9 @@ def test_features_are_as_by_hand(rng):
 
 def known(rng, count):
     """Features drawn at random, of positions where the laws disagree for certain."""
-    found = rng.random((count, len(FEATURES))).astype(np.float32)
-    found[:, FEATURES.index("TV(p~, q~)")] = 1.0
-    return found
+    features = rng.random((count, len(FEATURES))).astype(np.float32)
+    features[:, FEATURES.index("TV(p~, q~)")] = 1.0
+    return features
 
 
 def test_training_finds_what_opt_misses(rng):
@@ -150,9 +150,9 @@ def test_training_finds_what_opt_misses(rng):
     np.testing.assert_allclose(plain, p - q, atol=1e-6)
     estimate = plain + learned_rules.network(weights, whole)
     assert np.corrcoef(estimate, advantage)[0, 1] > 0.94 > np.corrcoef(p - q, advantage)[0, 1] + 0.05
-    found = gains(weights, tries)
+    figures = gains(weights, tries)
     for what in ("correlation with the advantage", "gain from deferring half"):
-        assert found[f"{what}, network"] > found[f"{what}, opt"] > 0
+        assert figures[f"{what}, network"] > figures[f"{what}, opt"] > 0
     best = 30 * np.where(advantage >= np.median(advantage), advantage, 0).mean()
     assert 0.9 * best < kept(estimate, tries) < 1.1 * best
 
@@ -167,7 +167,7 @@ def test_the_observations_of_a_mixture():
     chances, features = [], []
     for text, n, m in zip(whole, length, batch.target_length, strict=True):
         for at in range(n, n + m):
-            logits = [own[text[at - 2] if at > 1 else 0, text[at - 1]] for own in cascade.params]
+            logits = [params[text[at - 2] if at > 1 else 0, text[at - 1]] for params in cascade.params]
             q, p = (np.exp(x) / np.exp(x).sum() for x in logits)
             chances.append([q[text[at]], p[text[at]]])
             features.append(features_by_hand(q, p, q, p))
@@ -188,8 +188,8 @@ def test_training_finds_where_the_drafter_is_worth_more(rng):
         near = [mixture_loss(np.full(len(whole), alpha + off), worth[n], seen) for off in (-0.02, 0, 0.02)]
         assert worth[n] == 0 or near[1] <= min(near) + 1e-6
     weights = fit_mixture(seen, config)
-    found = errors(weights, seen)
-    assert found["loss, network"] < found["loss, mixture"] - 0.02
+    losses = errors(weights, seen)
+    assert losses["loss, network"] < losses["loss, mixture"] - 0.02
     weight = learned_rules.drafters_weight(weights, whole, 0.5)
     assert weight[whole[:, 0] > 0.6].min() > weight[whole[:, 0] < 0.4].max()
 

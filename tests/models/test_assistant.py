@@ -45,10 +45,10 @@ def repaired(monkeypatch):
 
     def modes(self):
         count = self.num_hidden_layers - self.num_kv_shared_layers
-        found, kinds = [None] * count, self.layer_types[:count]
+        roles, kinds = [None] * count, self.layer_types[:count]
         for kind in set(kinds):
-            found[count - 1 - kinds[::-1].index(kind)] = "store"
-        return found + ["reuse"] * self.num_kv_shared_layers
+            roles[count - 1 - kinds[::-1].index(kind)] = "store"
+        return roles + ["reuse"] * self.num_kv_shared_layers
 
     drafts, original = [], SinglePositionMultiTokenCandidateGenerator.get_candidates
 
@@ -62,12 +62,12 @@ def repaired(monkeypatch):
                 kind: tuple(x[:, :, : x.shape[2] - rejected][:, :, -begins[kind] :] for x in both)
                 for kind, both in held.items()
             }
-        found = original(
+        output = original(
             self, input_ids, model_outputs=model_outputs, is_first_iteration=is_first_iteration, **more
         )
         if not is_first_iteration:
-            drafts.append(found[0][0, input_ids.shape[1] :].tolist())
-        return found
+            drafts.append(output[0][0, input_ids.shape[1] :].tolist())
+        return output
 
     monkeypatch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", property(modes))
     monkeypatch.setattr(SinglePositionMultiTokenCandidateGenerator, "get_candidates", candidates)
@@ -82,7 +82,7 @@ def pair_of(folder, configs, drafts):
     drafter.save_pretrained(folder / "drafter")
     verifier.save_pretrained(folder / "verifier")
     drafter.generation_config.num_assistant_tokens = DRAFTS
-    found = []
+    outputs = []
     for row, length in zip(PROMPTS, LENGTH, strict=True):
         prompt = torch.tensor(row[None, :length].astype(np.int64))
         drafts.clear()
@@ -95,8 +95,8 @@ def pair_of(folder, configs, drafts):
             eos_token_id=-1,
             pad_token_id=0,
         )
-        found.append((text[0, length:].tolist(), list(drafts)))
-    return found
+        outputs.append((text[0, length:].tolist(), list(drafts)))
+    return outputs
 
 
 def drafted(model, params, texts, lengths):
@@ -187,7 +187,7 @@ def test_a_pair_writes_the_texts_of_its_verifier(repaired, tmp_path):
     drafter, verifier = model.members
     keys, options = jax.random.split(jax.random.key(0), 3), SamplingOptions(0.0)
     sampler = Speculative(Autoregressive(drafter), verifier, METHODS["speculative"], DRAFTS)
-    found, alone = (
+    result, alone = (
         generate(
             sampler,
             given,
@@ -201,9 +201,9 @@ def test_a_pair_writes_the_texts_of_its_verifier(repaired, tmp_path):
         )
         for sampler, given in ((sampler, params), (Autoregressive(model.full), params["verifier"]))
     )
-    np.testing.assert_array_equal(found.tokens, alone.tokens)
-    np.testing.assert_array_equal(found.tokens, [text[:20] for text, _ in theirs])
-    assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
+    np.testing.assert_array_equal(result.tokens, alone.tokens)
+    np.testing.assert_array_equal(result.tokens, [text[:20] for text, _ in theirs])
+    assert 0 < int(result.counts[1].accepted.sum()) < int(result.counts[1].drafted.sum())
 
 
 @pytest.mark.full
@@ -211,7 +211,7 @@ def test_a_prompt_of_one_token_hides_what_is_in_the_buffers():
     """Nothing is committed yet that an assistant could read: its first draft is the same whatever the other
     rows' prompts have left there, and however long the buffers are."""
     model = AssistedModel(AssistedConfig(TINY_GEMMA4, TINY_ASSISTANT))
-    params, found = random_checkpoint(model.config).params, []
+    params, logits = random_checkpoint(model.config).params, []
 
     def first(params, source, size):
         _, cache = model.prefill(params, source, np.array([1], np.int32), size)
@@ -219,8 +219,8 @@ def test_a_prompt_of_one_token_hides_what_is_in_the_buffers():
 
     for width, size in ((1, 8), (5, 24)):
         source = np.arange(7, 7 + width, dtype=np.int32)[None]
-        found.append(jax.jit(first, static_argnums=2)(params, source, size))
-    np.testing.assert_allclose(*found, atol=1e-5)
+        logits.append(jax.jit(first, static_argnums=2)(params, source, size))
+    np.testing.assert_allclose(*logits, atol=1e-5)
 
 
 # ---- folders --------------------------------------------------------------------------------------------
@@ -303,9 +303,9 @@ def test_a_unified_assistant_is_an_assistant(tmp_path):
     for name in ("sliding_window", "max_position_embeddings", "hidden_size_per_layer_input"):
         del content["text_config"][name]
     (tmp_path / "it" / "config.json").write_text(json.dumps(content))
-    found = checkpoints.load(tmp_path / "it")
-    assert found.model.config == dataclasses.replace(TINY_ASSISTANT, window=1024, max_positions=262_144)
-    jax.tree.map(np.testing.assert_array_equal, original.params, found.params)
+    checkpoint = checkpoints.load(tmp_path / "it")
+    assert checkpoint.model.config == dataclasses.replace(TINY_ASSISTANT, window=1024, max_positions=262_144)
+    jax.tree.map(np.testing.assert_array_equal, original.params, checkpoint.params)
 
 
 @pytest.mark.parametrize("name,millions", [("gemma4_e2b_assistant", 78), ("gemma4_31b_assistant", 470)])

@@ -89,17 +89,17 @@ def verifier_law(model, params):
     """(0, a prompt, a text's beginning) -> what the verifier writes next."""
     full = getattr(model, "member_of", model)
     full, params = (full.full, params["verifier"]) if full is not model else (full, params)
-    forced, found = jax.jit(full.forced), {}
+    forced, table = jax.jit(full.forced), {}
     for prompt in PROMPTS:
         source = np.tile(np.array(prompt, np.int32), (len(TEXTS), 1))
         logits = forced(params, source, np.full(len(TEXTS), len(prompt), np.int32), TEXTS)
-        found |= by_context(prompt, 0, jax.nn.softmax(logits, axis=-1))
-    return lambda context, place=None: next(iter(found[context].values()))
+        table |= by_context(prompt, 0, jax.nn.softmax(logits, axis=-1))
+    return lambda context, place=None: next(iter(table[context].values()))
 
 
 def drafter_law(network, params):
     """(the same, place in a round) -> what the assistant drafts next."""
-    found = {}
+    table = {}
     prefill, draft = jax.jit(network.prefill, static_argnums=3), jax.jit(partial(network.extend_member, 0))
     for prompt, begin in itertools.product(PROMPTS, range(STEPS)):
         read = np.concatenate([np.tile(prompt, (len(TEXTS), 1)), TEXTS], axis=1).astype(np.int32)
@@ -107,8 +107,8 @@ def drafter_law(network, params):
         _, cache = prefill(params, read, np.full(len(TEXTS), length, np.int32), 12)
         logits, _ = draft(params, read[:, length - 1 : -1], cache)
         for context, laws in by_context(prompt, begin, jax.nn.softmax(logits, axis=-1)).items():
-            found.setdefault(context, {}).update(laws)
-    return lambda context, place: found[context][place]
+            table.setdefault(context, {}).update(laws)
+    return lambda context, place: table[context][place]
 
 
 def by_context(prompt, begin, laws):
@@ -159,12 +159,12 @@ WAYS = {  # the models, what is made of them, and how they are loaded
 def made(folders, way, kind=None):
     """A sampler, its parameters and the models; of another `kind` of network, where one is planted."""
     names, sampler_of, options = WAYS[way]
-    found = loaded(folders, *names, **options)
-    models = [one.model for one in found]
+    entries = loaded(folders, *names, **options)
+    models = [checkpoint.model for checkpoint in entries]
     if kind is not None:
         models[:2] = kind(**vars(models[0].member_of)).members
-    params = found[0].params if len(found) == 2 else (found[0].params, found[2].params)
-    return sampler_of(*models), params, (found[-1].model, found[-1].params)
+    params = entries[0].params if len(entries) == 2 else (entries[0].params, entries[2].params)
+    return sampler_of(*models), params, (entries[-1].model, entries[-1].params)
 
 
 class Keeping(AssistedModel):
@@ -222,13 +222,13 @@ def test_a_rule_follows_its_law_by_prefix_and_place(folders, rows):
     def law_of(prompt):
         return placed_law(laws, at, prompt, steps=STEPS, eos=EOS)
 
-    def found(network, rows):
+    def probability(network, rows):
         drafter, verifier = network.members
         sampler = Speculative(Autoregressive(drafter), verifier, METHODS[rule], DRAFTS)
         return p_value(sampler, params, rows, [ALPHA], law_of)
 
-    assert found(network, rows) > FAIL_BELOW
-    assert found(AdvancingModel(**vars(network)), AT_ONCE) < FAIL_BELOW
+    assert probability(network, rows) > FAIL_BELOW
+    assert probability(AdvancingModel(**vars(network)), AT_ONCE) < FAIL_BELOW
 
 
 @pytest.mark.full

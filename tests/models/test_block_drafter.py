@@ -93,8 +93,8 @@ def test_drafts_are_those_of_the_committed_text(network, count):
     text = text_of(model, 0)
     wanted = expected(model, params, text, BEGINS, count)
     for sizes in ([16], [1, 7, 8], [4] * 4):
-        found = drafted(model, params, text, sizes, count)
-        np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+        logits = drafted(model, params, text, sizes, count)
+        np.testing.assert_allclose(logits, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.full
@@ -134,11 +134,11 @@ def test_rows_are_independent_and_can_be_replaced(network):
 
     cache = model.insert(begun(np.arange(3)), begun(np.array([2, 0])), jnp.array([0, 5]), False)
     np.testing.assert_array_equal(model.lengths(cache), np.stack([BEGINS[order]] * 2, axis=1))
-    found, _ = drafter(params, masked(text[order], BEGINS[order], 4), cache)
+    logits, _ = drafter(params, masked(text[order], BEGINS[order], 4), cache)
     for place, row in enumerate(order):
-        one = np.array([row])
-        alone, _ = drafter(params, masked(text[one], BEGINS[one], 4), begun(one))
-        np.testing.assert_allclose(found[place], alone[0], atol=1e-4)
+        index = np.array([row])
+        alone, _ = drafter(params, masked(text[index], BEGINS[index], 4), begun(index))
+        np.testing.assert_allclose(logits[place], alone[0], atol=1e-4)
 
 
 @pytest.mark.full
@@ -199,8 +199,8 @@ def test_states_of_other_positions_would_be_seen(network, place, name, wrong, mo
     text = text_of(model, 0)
     wanted = expected(model, params, text, BEGINS, 4)
     monkeypatch.setattr(place, name, planted(wrong, getattr(place, name)))
-    found = drafted(model, params, text, [16], 4)
-    assert np.abs(found - wanted).max() > 1e-3 * np.abs(wanted).max()
+    logits = drafted(model, params, text, [16], 4)
+    assert np.abs(logits - wanted).max() > 1e-3 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize("part", ["mix", "masks", "bias", "states", "encoder"])
@@ -233,14 +233,14 @@ def test_nothing_is_copied():
 
 def test_drafts_in_training_are_of_every_length():
     """Those of a row are of one length and follow each other without a gap."""
-    tokens, found = np.zeros((200, 40), np.int32), set()
+    tokens, sizes = np.zeros((200, 40), np.int32), set()
     for begins in np.asarray(block_drafter.begins(tokens, 9, jax.random.key(0))):
         change = np.flatnonzero(np.diff(begins)) + 1
         assert (begins[change] == change).all() and begins[0] == 0
         [size] = set(np.diff(change)) or {0}
         assert (np.diff(begins)[change - 1] <= size).all() and 0 < change[0] <= size
-        found.add(size)
-    assert found == set(range(4, 10))
+        sizes.add(size)
+    assert sizes == set(range(4, 10))
     fixed = np.asarray(block_drafter.begins(tokens[:1], 9, None))[0]
     assert fixed.tolist() == (np.arange(40) // 5 * 5).tolist()
 
@@ -276,9 +276,9 @@ def test_greedy_texts_are_the_verifiers(network, full):
 
     alone = texts(Autoregressive(model.full), params["verifier"], np.zeros(0))
     for gamma in (3, 8):
-        found = texts(sampler_of(model, "speculative", gamma), params, [0.0])
-        np.testing.assert_array_equal(found.tokens, alone.tokens)
-        assert int(found.counts[1].accepted.sum()) > 0
+        result = texts(sampler_of(model, "speculative", gamma), params, [0.0])
+        np.testing.assert_array_equal(result.tokens, alone.tokens)
+        assert int(result.counts[1].accepted.sum()) > 0
 
 
 VOCAB, STEPS, EOS = 5, 3, 1

@@ -63,13 +63,13 @@ def their_logits(theirs, by_token):
                 rows.append(theirs(input_ids=tokens).logits[0, length - 1 :])
                 continue
             step = theirs(input_ids=tokens[:, :length], use_cache=True)
-            found = [step.logits[0, -1]]
+            logits = [step.logits[0, -1]]
             for n in range(length, tokens.shape[1]):
                 step = theirs(
                     input_ids=tokens[:, n : n + 1], past_key_values=step.past_key_values, use_cache=True
                 )
-                found.append(step.logits[0, -1])
-            rows.append(torch.stack(found))
+                logits.append(step.logits[0, -1])
+            rows.append(torch.stack(logits))
     return np.stack([row.numpy() for row in rows])
 
 
@@ -111,26 +111,26 @@ def test_greedy_texts_are_those_of_transformers(family, tmp_path):
 # ---- config.json, as transformers 4 and 5 write it ------------------------------------------------------
 
 
-def as_transformers_5(found):
+def as_transformers_5(content):
     """config.json in the spelling of transformers 5: rope_parameters, dtype."""
-    found = dict(found)
-    theta, scaling = found.pop("rope_theta"), found.pop("rope_scaling") or {"rope_type": "default"}
+    content = dict(content)
+    theta, scaling = content.pop("rope_theta"), content.pop("rope_scaling") or {"rope_type": "default"}
     full = {"rope_theta": theta, **scaling}
-    local = found.pop("rope_local_base_freq", None)
-    found["rope_parameters"] = (
+    local = content.pop("rope_local_base_freq", None)
+    content["rope_parameters"] = (
         full
         if local is None
         else {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
     )
-    return found
+    return content
 
 
 @pytest.mark.parametrize("config", (DECODERS | MORE).values(), ids=DECODERS | MORE)
 def test_both_spellings_say_the_same(config, tmp_path):
     old = describe(config)
-    found = read_config(tmp_path, json.loads(json.dumps(old)))
-    assert found == read_config(tmp_path, json.loads(json.dumps(as_transformers_5(old))))
-    assert dataclasses.replace(found, query_scalar=config.query_scalar) == config
+    shape = read_config(tmp_path, json.loads(json.dumps(old)))
+    assert shape == read_config(tmp_path, json.loads(json.dumps(as_transformers_5(old))))
+    assert dataclasses.replace(shape, query_scalar=config.query_scalar) == config
 
 
 def test_published_configs_are_the_presets():
@@ -265,10 +265,10 @@ def test_a_folder_that_cannot_be_read_is_one_sentence_and_code_2(case, tmp_path,
     "name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 )
 def test_a_size_that_is_missing_is_named(name):
-    found = describe(DECODERS["llama"])
-    del found[name]
+    content = describe(DECODERS["llama"])
+    del content[name]
     with pytest.raises(ValueError, match=f"{name} is missing"):
-        read_config("it", found)
+        read_config("it", content)
 
 
 def test_what_a_familys_code_cannot_be_is_not_exported():

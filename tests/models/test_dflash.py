@@ -82,8 +82,8 @@ def drafts(pair):
     for number in REFERENCE["rounds"]:
         count, wanted = number["committed"], np.array(number["logits"])
         _, cache = prefill(params, TEXT, np.array([count], np.int32), 40)
-        found, _ = draft(params, masked(TEXT[0, count - 1], len(wanted)), cache)
-        yield np.asarray(found[0]), wanted
+        logits, _ = draft(params, masked(TEXT[0, count - 1], len(wanted)), cache)
+        yield np.asarray(logits[0]), wanted
 
 
 @pytest.mark.full
@@ -93,9 +93,9 @@ def test_drafts_are_those_of_the_reference(pair):
     assert isinstance(model, Network) and isinstance(model.members[0], LanguageModel)
     assert (model.config.drafter, model.config.verifier) == (TINY_DFLASH, EAGLE_VERIFIER)
     assert describe(TINY_DFLASH) == REFERENCE["drafter"]
-    for found, wanted in drafts(pair):
-        np.testing.assert_allclose(found[: len(wanted)], wanted, atol=1e-4)
-        assert np.abs(found[-1] - found[-2]).max() > 0.01  # the bonus position has a law of its own
+    for logits, wanted in drafts(pair):
+        np.testing.assert_allclose(logits[: len(wanted)], wanted, atol=1e-4)
+        assert np.abs(logits[-1] - logits[-2]).max() > 0.01  # the bonus position has a law of its own
 
 
 def late(right, self, states, cache):
@@ -124,7 +124,7 @@ def planted(wrong, right):
 )
 def test_faults_would_be_seen(pair, place, name, wrong, monkeypatch):
     monkeypatch.setattr(place, name, planted(wrong, getattr(place, name)))
-    assert max(np.abs(found[: len(wanted)] - wanted).max() for found, wanted in drafts(pair)) > 0.01
+    assert max(np.abs(logits[: len(wanted)] - wanted).max() for logits, wanted in drafts(pair)) > 0.01
 
 
 @pytest.mark.full
@@ -147,8 +147,8 @@ def test_drafts_are_those_of_the_committed_text(pair):
         rest = np.stack([text[row, n : n + 13] for row, n in enumerate(start)])
         _, cache = in_blocks(network.members[1], params, rest, [1, 4, 8], cache)
         cache = network.roll_back(cache, jnp.asarray(begins))
-        found, after = draft(params, tokens, cache)
-        np.testing.assert_allclose(found, np.stack(alone), atol=1e-4)
+        logits, after = draft(params, tokens, cache)
+        np.testing.assert_allclose(logits, np.stack(alone), atol=1e-4)
         np.testing.assert_array_equal(after.length, begins)
 
 
@@ -175,9 +175,9 @@ def test_texts_are_the_verifiers(pair):
     alone = texts(Autoregressive(model.full), params["verifier"])
     for gamma in (2, 5):
         sampler = Speculative(drafting(drafter, gamma), verifier, METHODS["speculative"], gamma)
-        found = texts(sampler, params)
-        np.testing.assert_array_equal(found.tokens, alone.tokens)
-        assert int(found.counts[1].accepted.sum()) > 0
+        result = texts(sampler, params)
+        np.testing.assert_array_equal(result.tokens, alone.tokens)
+        assert int(result.counts[1].accepted.sum()) > 0
 
 
 @pytest.mark.full

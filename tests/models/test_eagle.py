@@ -173,12 +173,12 @@ def check_against_reference(model, params, rounds, atol=1e-4):
         for tokens in np.split(block, [cut], axis=1):
             logits, cache = draft(tokens, cache)
             parts.append(logits)
-        for row, found in enumerate(np.concatenate(parts, axis=1)):
+        for row, output in enumerate(np.concatenate(parts, axis=1)):
             text = [*texts[row][:-1], *block[row].tolist()]
             expected = reference.logits(text, begins[row])[begins[row] :]
             can = expected[0] > NOWHERE
-            np.testing.assert_allclose(found[:, can], expected[:, can], atol=atol)
-            assert (found[:, ~can] <= NOWHERE).all() and can.sum() == model.config.drafter.draft_vocab_size
+            np.testing.assert_allclose(output[:, can], expected[:, can], atol=atol)
+            assert (output[:, ~can] <= NOWHERE).all() and can.sum() == model.config.drafter.draft_vocab_size
         for tokens in np.split(block, [int(rng.integers(1, size + 1))], axis=1):
             _, cache = read(tokens, cache)
         keep = rng.integers(0, size + 1, 3)
@@ -322,7 +322,7 @@ def test_greedy_texts_are_the_verifiers():
     lengths = rng.integers(1, 9, 1000)
     prompts = rng.integers(2, 97, (1000, 8)).astype(np.int32)
     sampler = Speculative(Autoregressive(drafter), verifier, METHODS["speculative"], 3)
-    found, alone = (
+    result, alone = (
         generate(
             sampler,
             given,
@@ -336,8 +336,8 @@ def test_greedy_texts_are_the_verifiers():
         )
         for sampler, given in ((sampler, params), (Autoregressive(model.full), params["verifier"]))
     )
-    np.testing.assert_array_equal(found.tokens, alone.tokens)
-    assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
+    np.testing.assert_array_equal(result.tokens, alone.tokens)
+    assert 0 < int(result.counts[1].accepted.sum()) < int(result.counts[1].drafted.sum())
 
 
 @pytest.fixture(scope="module")
@@ -461,8 +461,8 @@ SPELLINGS = [
 @pytest.mark.parametrize("content,fields", SPELLINGS, ids=range(len(SPELLINGS)))
 def test_spellings(content, fields):
     """SGLang and SpecForge name a layer by its output, vLLM by its input."""
-    found = spelling.read_config(Path("config.json"), spelling.as_head(json.loads(json.dumps(content))))
-    assert {name: getattr(found, name) for name in fields} == fields
+    config = spelling.read_config(Path("config.json"), spelling.as_head(json.loads(json.dumps(content))))
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 WRONG = [
@@ -545,8 +545,8 @@ def test_a_torch_file_is_read_and_never_unpickled(tmp_path, monkeypatch):
     again = checkpoints.load(tmp_path / "it")
     jax.tree.map(np.testing.assert_array_equal, original.params, again.params)
     torch.save({name: x.to(torch.bfloat16) if x.ndim > 1 else x for name, x in state.items()}, path)
-    found = checkpoints.load(tmp_path / "it").params["projection"]["kernel"][...]
-    np.testing.assert_allclose(found, original.params["projection"]["kernel"][...], rtol=2**-8)
+    kernel = checkpoints.load(tmp_path / "it").params["projection"]["kernel"][...]
+    np.testing.assert_allclose(kernel, original.params["projection"]["kernel"][...], rtol=2**-8)
 
     for wrong, words in (
         (state | {"more": Runs()}, "it calls 'posix mkdir', which is not done"),

@@ -79,16 +79,16 @@ def test_an_exit_is_the_model_of_its_layers(network):
     flat = {
         path: x.replace(0 * x[...]) if path[-2] == "widen" else x for path, x in nnx.to_flat_state(params)
     }
-    found = reference(model, nnx.from_flat_state(flat), text)
+    logits = reference(model, nnx.from_flat_state(flat), text)
     for number, depth in enumerate(model.config.layers):
         small = {
             path[1:]: x
             for path, x in flat.items()
             if path[0] == "full" and not (path[1] == stack and path[2] >= depth)
         }
-        tied, own = model.config.full.tied_embeddings, ("exits", number, "norm", "scale")
-        if own in flat:
-            small[norm, "scale"] = flat[own]
+        tied, scale_path = model.config.full.tied_embeddings, ("exits", number, "norm", "scale")
+        if scale_path in flat:
+            small[norm, "scale"] = flat[scale_path]
         if model.config.head == "own":
             small["head", "kernel"] = flat["exits", number, "head", "kernel"]
         if (table := small.get(("decoder_bias",))) is not None and table.ndim == 3:
@@ -98,7 +98,7 @@ def test_an_exit_is_the_model_of_its_layers(network):
             shape = dataclasses.replace(shape, tied_embeddings=False)
         target = np.pad(text[:, 1:], ((0, 0), (0, 1)))
         alone = jax.jit(model_of(shape).forced)(nnx.from_flat_state(small), SOURCE, LENGTH, target)
-        np.testing.assert_allclose(found[number], alone, atol=2e-5)
+        np.testing.assert_allclose(logits[number], alone, atol=2e-5)
 
 
 def test_an_adapter_matters():
@@ -125,14 +125,14 @@ def test_nothing_is_copied(config):
     for path, value in nnx.to_flat_state(full):
         assert mine["full", *path].get_value() is value.get_value()
     width, vocabulary, exits = config.full.d_model, config.vocab_size, len(config.layers)
-    own = {
+    exit_size = {
         "shared": 0,
         "norm": width,
         "own": width * (1 + vocabulary),
         "adapter": width * (1 + 2 * config.rank),
     }[config.head]
     sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, full)]
-    assert sizes[0] - sizes[1] == exits * own
+    assert sizes[0] - sizes[1] == exits * exit_size
     forced = jax.jit(model.forced_members)(params, SOURCE, LENGTH, TARGET)
     if config.head != "shared":  # it begins as the full model's norm and head, which the last layer has, too
         scale = mine["exits", 0, "norm", "scale"][...]
@@ -181,9 +181,9 @@ def test_members_are_loaded_by_name(folder):
     original = random_checkpoint(NETWORKS["t5"])
     for name, number in ((None, 2), ("4", 2), ("3", 1), ("1", 0)):
         path = str(folder) if name is None else f"{folder}@{name}"
-        found = checkpoints.load(path)
-        assert found.model == original.model.members[number]
-        jax.tree.map(np.testing.assert_array_equal, original.params, found.params)
+        checkpoint = checkpoints.load(path)
+        assert checkpoint.model == original.model.members[number]
+        jax.tree.map(np.testing.assert_array_equal, original.params, checkpoint.params)
         assert checkpoints.config_of(path) == original.model.config
     first, second = checkpoints.load_all([f"{folder}@1", str(folder)])
     assert first.params is second.params
@@ -258,14 +258,14 @@ def test_exits_decode_in_fewer_bits(name, dtype, within, tmp_path):
     loaded = checkpoints.load(tmp_path / "run", jnp.dtype(dtype), packed=True)
     kernels = {path: x.get_value() for path, x in nnx.to_flat_state(loaded.params) if path[-1] == "kernel"}
     assert kernels and all(isinstance(x, PackedKernel) for x in kernels.values())
-    found = loaded.model.member_of
+    network = loaded.model.member_of
     linears = [
         part
-        for part in nnx.iter_graph(nnx.merge(found.graphdef(), loaded.params))
+        for part in nnx.iter_graph(nnx.merge(network.graphdef(), loaded.params))
         if isinstance(part[1], Linear)
     ]
     assert linears and {str(part.dtype) for _, part in linears} == {dtype}
-    for number, member in enumerate(found.members):
+    for number, member in enumerate(network.members):
         logits, _ = in_blocks(member, loaded.params, text, [1, 23], prefilled(member, loaded.params))
         np.testing.assert_allclose(logits, expected[number], atol=within * np.abs(expected[number]).max())
         assert np.corrcoef(logits.ravel(), expected[number].ravel())[0, 1] > 0.99

@@ -157,8 +157,10 @@ def test_exports_for_tpu_cuda_and_cpu(asked):
 def test_one_decoding_loop_and_no_callback(asked):
     arguments, static = asked
     prompts = {"T5Model": 0, "DecoderModel": 2, "Member": 1}[type(arguments[0].verifier).__name__]
-    found = list(primitives(generate.trace(*arguments, **static).jaxpr.jaxpr))
-    assert not [name for name, _ in found if "callback" in name]
-    loops = [name for name, path in found if name in ("while", "scan") and not {"while", "scan"} & {*path}]
+    operations = list(primitives(generate.trace(*arguments, **static).jaxpr.jaxpr))
+    assert not [name for name, _ in operations if "callback" in name]
+    loops = [
+        name for name, path in operations if name in ("while", "scan") and not {"while", "scan"} & {*path}
+    ]
     assert loops.count("while") == 1  # everything that repeats (the drafter's known steps) lies inside it
     assert loops.count("scan") == prompts  # read in chunks before, once a model or network

@@ -122,11 +122,11 @@ def test_bfloat16_is_float32_rounded(tiny):
     half = dataclasses.replace(model, dtype="bfloat16", cache_dtype="bfloat16")
     cache = prefilled(half, params)
     assert cache.keys[0].dtype == cache.values[-1].dtype == jnp.bfloat16
-    found, _ = in_blocks(half, params, TARGET, [30], cache)
+    logits, _ = in_blocks(half, params, TARGET, [30], cache)
     full = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected, _ = in_blocks(model, full, TARGET, [30], prefilled(model, full))
-    np.testing.assert_allclose(found, expected, atol=0.1)
-    assert np.abs(found - expected[::-1]).max() > 1
+    np.testing.assert_allclose(logits, expected, atol=0.1)
+    assert np.abs(logits - expected[::-1]).max() > 1
 
 
 @pytest.mark.full
@@ -138,7 +138,7 @@ def test_greedy_speculative_is_the_verifier(tiny, block_size):
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
     speculative = Speculative(Autoregressive(model), model, METHODS["speculative"], block_size)
     greedy = SamplingOptions(temperature=0.0)
-    found, alone = (
+    result, alone = (
         generate(
             sampler,
             params,
@@ -152,8 +152,8 @@ def test_greedy_speculative_is_the_verifier(tiny, block_size):
         )
         for sampler, params in ((speculative, (small, large)), (Autoregressive(model), large))
     )
-    np.testing.assert_array_equal(found.tokens, alone.tokens)
-    assert 0 < int(found.counts[1].accepted.sum()) < int(found.counts[1].drafted.sum())
+    np.testing.assert_array_equal(result.tokens, alone.tokens)
+    assert 0 < int(result.counts[1].accepted.sum()) < int(result.counts[1].drafted.sum())
 
 
 @pytest.mark.full(quick=["gemma2_2b-2614"])
@@ -260,12 +260,12 @@ def test_long_prompts_need_bounded_temporaries(monkeypatch):
     model = DecoderModel(TINY_GEMMA, chunk=128)
     params, inputs, length = jax.jit(lambda: model.init(0))(), np.full((1, 128), 5), np.array([120])
     inputs[0, ::3] = 7
-    found, temporaries = [], []
+    caches, temporaries = [], []
     for scores in (decoder.SCORES, 2**14):  # 6 heads, 1,024 entries: two tokens at once
         monkeypatch.setattr(decoder, "SCORES", scores)
         read = jax.jit(lambda params: model.prefill(params, inputs, length, 1024)[1])
         program = read.lower(params).compile()
         temporaries.append(program.memory_analysis().temp_size_in_bytes)
-        found.append(program(params))
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *found)
+        caches.append(program(params))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *caches)
     assert temporaries[0] > 6 * 128 * 1024 * 4 > 2 * temporaries[1]

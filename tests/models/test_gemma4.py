@@ -84,8 +84,8 @@ def test_every_part_of_the_shape_matters(change, tiny):
     """Negative controls: what the comparison with transformers holds, it could have missed."""
     params, usual = tiny
     other = Gemma4Model(dataclasses.replace(TINY_GEMMA4, d_kv_global=16, num_kv_heads_global=1, **change))
-    found = in_blocks(other, params, AFTER_PROMPT, [30], prefilled(other, params))[0]
-    assert np.abs(found - usual).max() > 1e-3
+    logits = in_blocks(other, params, AFTER_PROMPT, [30], prefilled(other, params))[0]
+    assert np.abs(logits - usual).max() > 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -180,13 +180,13 @@ def check_segments(model, params, atol=1e-5):
         for n, part in enumerate(parts):
             cache = put(cache, part, which, np.int32(n * size))
             assert cache.length.tolist() == np.where(which, (n + 1) * size, before).tolist()
-        found = read(cache, len(which))
-        for logits, wanted in zip(found, expected, strict=True):
+        outputs = read(cache, len(which))
+        for logits, wanted in zip(outputs, expected, strict=True):
             np.testing.assert_allclose(logits[-1], wanted[row], atol=atol)
         if len(which) > 1:  # the other row is as it was
             _, alone = prefill(model, params, begun[:1], LENGTH[:1], 34)
-            for logits, own in zip(found, read(alone, 1), strict=True):
-                np.testing.assert_allclose(logits[0], own[0], atol=atol)
+            for logits, baseline in zip(outputs, read(alone, 1), strict=True):
+                np.testing.assert_allclose(logits[0], baseline[0], atol=atol)
 
 
 KEPT = {
@@ -220,11 +220,11 @@ def test_todays_families_keep_the_five_laws(shape):
     start, text, other = prefilled(model, params), TARGET[:, :12], TARGET[:, 12:20]
 
     def read(tokens, cache, *sizes):
-        found = []
+        blocks = []
         for begin, size in zip(np.cumsum((0, *sizes)), sizes, strict=False):
             logits, cache = extend(params, tokens[:, begin : begin + size], cache)
-            found.append(logits)
-        return np.concatenate(found, axis=1), cache
+            blocks.append(logits)
+        return np.concatenate(blocks, axis=1), cache
 
     whole, cache = read(text, start, 12)
     assert (cache.length - start.length).tolist() == [12, 12, 12]

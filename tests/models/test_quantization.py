@@ -38,9 +38,9 @@ def test_int8_multiplies_what_was_rounded(rows, transposed):
     values, scale = rounded(kernel.T.astype(np.float64))
     np.testing.assert_array_equal(packed.values, values if transposed else values.T)
     whole, step = rounded(x.astype(np.float64))
-    found = jax.jit(packed_matmul)(jnp.asarray(x), packed)
-    np.testing.assert_allclose(found, whole @ values.T * step * scale[:, 0], rtol=1e-5)
-    assert np.all(np.abs(found - x @ kernel) < 0.2 * np.abs(x).max(axis=-1, keepdims=True))
+    product = jax.jit(packed_matmul)(jnp.asarray(x), packed)
+    np.testing.assert_allclose(product, whole @ values.T * step * scale[:, 0], rtol=1e-5)
+    assert np.all(np.abs(product - x @ kernel) < 0.2 * np.abs(x).max(axis=-1, keepdims=True))
     np.testing.assert_array_equal(packed_matmul(jnp.zeros((2, 64)), packed), 0)
 
 
@@ -49,8 +49,8 @@ def test_bfloat16_is_the_product_of_bfloat16():
     x, kernel = rng.normal(size=(3, 64)).astype(np.float32), rng.normal(size=(64, 48)).astype(np.float32)
     half = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in (x, kernel)]
     for transposed in (False, True):
-        found = packed_matmul(jnp.asarray(x), pack(kernel, jnp.bfloat16, transposed))
-        np.testing.assert_allclose(found, half[0] @ half[1], atol=1e-4)
+        product = packed_matmul(jnp.asarray(x), pack(kernel, jnp.bfloat16, transposed))
+        np.testing.assert_allclose(product, half[0] @ half[1], atol=1e-4)
 
 
 def decoded(model, params, folder, dtype):
@@ -96,10 +96,10 @@ def test_packed_models_are_float32_rounded_and_keep_the_laws(
     close(again, whole[:, 20:])
     back, _ = blocks(TARGET[:, :1], [1], cache._replace(length=start.length + kept))
     for row in range(3):
-        _, own = prefill(loaded.model, loaded.params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64)
-        close(blocks(TARGET[row : row + 1], [1] * 30, own)[0][0], whole[row])
+        _, row_cache = prefill(loaded.model, loaded.params, SOURCE[row : row + 1], LENGTH[row : row + 1], 64)
+        close(blocks(TARGET[row : row + 1], [1] * 30, row_cache)[0][0], whole[row])
         tokens = np.append(TARGET[row : row + 1, : kept[row]], TARGET[row : row + 1, :1], axis=1)
-        close(blocks(tokens, [tokens.shape[1]], own)[0][0, -1], back[row, 0])
+        close(blocks(tokens, [tokens.shape[1]], row_cache)[0][0, -1], back[row, 0])
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_a_loop_of_steps_copies_neither_caches_nor_kernels(name, rows, tmp_path,
     part, arguments = parts.step_part(loaded.model, loaded.params, cache, rows)
     body = jax.jit(part).lower(np.int32(4), *arguments).compile().as_text()
     kernels = {",".join(map(str, x.shape)) for x in jax.tree.leaves(loaded.params) if x.ndim == 2}
-    buffers = {",".join(map(str, (*one, *cache.keys[0].shape[-3:]))) for one in ((), (1,))}
+    buffers = {",".join(map(str, (*batch, *cache.keys[0].shape[-3:]))) for batch in ((), (1,))}
     assert not copied(body) & (kernels | buffers)
 
     @jax.jit
@@ -161,11 +161,11 @@ def test_every_format_is_packed_alike(to, name, tmp_path):
     model = model_of(CONFIGS[name])
     params = model.init(0)
     checkpoints.save(tmp_path / to, Checkpoint(model, params, None, "memory"), to)
-    found = dict(nnx.to_flat_state(checkpoints.load(tmp_path / to, "int8").params))
+    state = dict(nnx.to_flat_state(checkpoints.load(tmp_path / to, "int8").params))
     for path, variable in nnx.to_flat_state(params):
-        array, own = np.asarray(variable[...]), found[path].get_value()
+        array, value = np.asarray(variable[...]), state[path].get_value()
         if path[-1] == "kernel" or (path == ("embedding",) and model.config.tied_embeddings):
             expected = pack(array, "int8") if path[-1] == "kernel" else pack(array.T, "int8", True)
-            jax.tree.map(np.testing.assert_array_equal, own, expected)
+            jax.tree.map(np.testing.assert_array_equal, value, expected)
         else:
-            np.testing.assert_array_equal(own, array.astype(jnp.bfloat16))
+            np.testing.assert_array_equal(value, array.astype(jnp.bfloat16))

@@ -51,18 +51,18 @@ def network():
     return model, nnx.from_flat_state(flat)
 
 
-def own(number):
+def same_member(number):
     return [number]
 
 
 @pytest.mark.full
 def test_both_members_obey_the_laws(network):
-    check_members(*network, own)
+    check_members(*network, same_member)
 
 
 @pytest.mark.full
 def test_members_may_read_in_any_order(network):
-    check_interleaved(*network, own)
+    check_interleaved(*network, same_member)
 
 
 @pytest.mark.full
@@ -123,15 +123,15 @@ def reading():
 
 def in_rounds(network, params, text, cache, sizes=(1, 2, 1)):
     """The drafter's logits where it reads a round of tokens, in blocks of `sizes`, and then the verifier."""
-    (drafter, verifier), found = (map(jax.jit, (one.extend for one in network.members)), [])
+    (drafter, verifier), blocks = (map(jax.jit, (member.extend for member in network.members)), [])
     for begin in range(0, text.shape[1], sum(sizes)):
         at = begin
         for size in sizes:
             logits, cache = drafter(params, text[:, at : at + size], cache)
-            found.append(logits)
+            blocks.append(logits)
             at += size
         expected, cache = verifier(params, text[:, begin:at], cache)
-    return np.concatenate(found, axis=1), expected, cache
+    return np.concatenate(blocks, axis=1), expected, cache
 
 
 def test_a_drafter_reads_the_verifiers_last_state(reading):
@@ -139,22 +139,22 @@ def test_a_drafter_reads_the_verifiers_last_state(reading):
     network, params = reading
     text = text_of(network, 0)
     expected = reference(network, params, text)
-    found, last, cache = in_rounds(network, params, text, prefilled(network, params))
+    logits, last, cache = in_rounds(network, params, text, prefilled(network, params))
     scale = np.abs(expected[0]).max()
-    np.testing.assert_allclose(found, expected[0], atol=2e-5 * scale)
+    np.testing.assert_allclose(logits, expected[0], atol=2e-5 * scale)
     np.testing.assert_allclose(last, expected[1][:, -4:], atol=2e-5 * np.abs(expected[1]).max())
     other, *_ = in_rounds(network, params, text, prefilled(network, params), (2,))
     assert np.abs(other - expected[0]).max() > 0.01 * scale
-    np.testing.assert_allclose(other[:, 0], found[:, 0], atol=2e-5 * scale)  # nothing is read yet
+    np.testing.assert_allclose(other[:, 0], logits[:, 0], atol=2e-5 * scale)  # nothing is read yet
 
     # Rolled back, and with rows in each other's place: as if nothing had been written past.
     begins, order = np.array([8, 12, 4]), np.array([2, 0, 1])
     text = np.where(np.arange(24) < begins[:, None], text, text_of(network, 9))[order]
     cache = network.insert(cache, network.roll_back(cache, jnp.asarray(begins)), jnp.argsort(order), False)
     places = begins[order][:, None] + np.arange(4)
-    found, _ = jax.jit(network.members[0].extend)(params, text[np.arange(3)[:, None], places], cache)
+    logits, _ = jax.jit(network.members[0].extend)(params, text[np.arange(3)[:, None], places], cache)
     expected = reference(network, params, text[np.argsort(order)])[0][order]
-    np.testing.assert_allclose(found, expected[np.arange(3)[:, None], places], atol=2e-5 * scale)
+    np.testing.assert_allclose(logits, expected[np.arange(3)[:, None], places], atol=2e-5 * scale)
 
 
 @pytest.mark.full
@@ -164,7 +164,7 @@ def test_states_are_those_before_the_round(reading, rows):
     network, params = reading
     text = text_of(network, 0)[:rows]
     _, cache = prefill(network, params, SOURCE[:rows], LENGTH[:rows], 64)
-    drafter, verifier = (partial(jax.jit(one.extend), params) for one in network.members)
+    drafter, verifier = (partial(jax.jit(member.extend), params) for member in network.members)
     _, cache = verifier(text[:, :6], cache)  # ahead of the drafter
     at_once, _ = drafter(text[:, :6], cache)
     for n in range(6):
@@ -195,8 +195,8 @@ def test_a_drafter_is_shipped_next_to_its_verifier(tmp_path):
     def bytes_of(folder):
         return sum(path.stat().st_size for path in (tmp_path / folder).rglob("*") if path.is_file())
 
-    own = sum(x.size for path, x in nnx.to_flat_state(original.params) if path[0] != "verifier")
-    assert bytes_of("drafter") < 4 * own + 30_000 < bytes_of("verifier")
+    drafter_size = sum(x.size for path, x in nnx.to_flat_state(original.params) if path[0] != "verifier")
+    assert bytes_of("drafter") < 4 * drafter_size + 30_000 < bytes_of("verifier")
 
     described = json.loads((tmp_path / "drafter" / "model.json").read_text())
     narrow = random_checkpoint(dataclasses.replace(TINY_T5, d_ff=64))
@@ -223,9 +223,9 @@ def test_members_are_loaded_by_name(tmp_path):
     original = random_checkpoint(CONFIG)
     checkpoints.save(tmp_path / "run", original, "native")
     for name, number in (("", 1), ("@verifier", 1), ("@drafter", 0)):
-        found = checkpoints.load(f"{tmp_path}/run{name}", config=CONFIG)
-        assert found.model == original.model.members[number]
-        jax.tree.map(np.testing.assert_array_equal, original.params, found.params)
+        checkpoint = checkpoints.load(f"{tmp_path}/run{name}", config=CONFIG)
+        assert checkpoint.model == original.model.members[number]
+        jax.tree.map(np.testing.assert_array_equal, original.params, checkpoint.params)
     with pytest.raises(ValueError, match=r"run holds a drafter and its verifier, no '4': write @drafter or"):
         checkpoints.load(f"{tmp_path}/run@4")
     drafter, verifier = checkpoints.load_all([f"{tmp_path}/run@drafter", f"{tmp_path}/run"])

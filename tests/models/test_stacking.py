@@ -53,7 +53,7 @@ def read(model, number, params, tokens, cache):
 
 def decoded(model, params, rows):
     """Logits of three calls, the second after a roll back, of every member of a network."""
-    prefill, found = jax.jit(model.prefill, static_argnums=3), []
+    prefill, outputs = jax.jit(model.prefill, static_argnums=3), []
     _, cache = prefill(params, SOURCE[:rows], LENGTH[:rows], 24)
     for number in range(len(getattr(model, "names", " "))):
         for tokens, covered in (
@@ -63,9 +63,9 @@ def decoded(model, params, rows):
         ):  # two reach the caches in turn
             cache = cache if covered is None else model.roll_back(cache, covered)
             logits, cache = read(model, number, params, tokens, cache)
-            found.append(logits)
+            outputs.append(logits)
         cache = model.roll_back(cache, np.zeros(rows, np.int32))
-    return found
+    return outputs
 
 
 @pytest.mark.full(quick=["t5, a table a layer-3"])
@@ -85,19 +85,19 @@ def decoded(model, params, rows):
 def test_logits_are_those_of_layers_one_by_one(name, rows):
     atol = 5e-5 if name in GEMMA4S else 1e-5  # Gemma 4 does not scale scores: it rounds more
     one_by_one, at_once = (decoded(*given, rows) for given in both(name))
-    for wanted, found in zip(one_by_one, at_once, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=atol)
+    for wanted, logits in zip(one_by_one, at_once, strict=True):
+        np.testing.assert_allclose(logits, wanted, atol=atol)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
 def states_of(model, params, before):
     """The states [N, 3, 10, D] of TARGET in blocks of 3, 1 and 6 tokens."""
-    network, found = model.merged(params), []
+    network, blocks = model.merged(params), []
     cache = network.start(3, 16, jnp.float32)
     for part in TARGET[:, :3], TARGET[:, 3:4], TARGET[:, 4:10]:
         _, states, cache = network.advance_with_states(part, cache, before)
-        found.append(states)
-    return jnp.concatenate(found, axis=2)
+        blocks.append(states)
+    return jnp.concatenate(blocks, axis=2)
 
 
 @pytest.mark.full
@@ -112,8 +112,8 @@ def test_states_before_layers_are_what_the_layers_below_have_written(name):
         expected.append(x)
     for before in ((depth, 0, depth - 1), (1,)):
         for given in (model, params), (loop, stack):
-            found = states_of(*given, before)
-            for state, number in zip(found, before, strict=True):
+            states = states_of(*given, before)
+            for state, number in zip(states, before, strict=True):
                 np.testing.assert_allclose(state, expected[number], atol=1e-5)
     assert np.abs(np.diff(expected, axis=0)).max(axis=(1, 2, 3)).min() > 0.1
 
@@ -121,8 +121,8 @@ def test_states_before_layers_are_what_the_layers_below_have_written(name):
 @pytest.mark.full
 def test_packed_kernels_are_stacked_too():
     one_by_one, at_once = (decoded(*given, 3) for given in both("t5", "int8"))
-    for wanted, found in zip(one_by_one, at_once, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for wanted, logits in zip(one_by_one, at_once, strict=True):
+        np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
 @pytest.mark.full
@@ -142,24 +142,24 @@ def test_rows_go_on_in_other_places():
             for rows, cache in zip(([0, 2], [0, 1], [2]), caches, strict=True)
         ]
 
-    found, first, second = read_on(params)  # mixed, before, and the row that came in
-    np.testing.assert_allclose(found[0], first[0], atol=1e-5)
-    np.testing.assert_allclose(found[1], second[0], atol=1e-5)
+    mixture, first, second = read_on(params)  # mixed, before, and the row that came in
+    np.testing.assert_allclose(mixture[0], first[0], atol=1e-5)
+    np.testing.assert_allclose(mixture[1], second[0], atol=1e-5)
 
 
 @pytest.mark.full
 def test_a_cascade_on_an_accelerator_writes_the_same_texts(t5_pair, monkeypatch):
-    texts, found = ["where is the station?", "a train", "good morning"], []
+    texts, outputs = ["where is the station?", "a train", "good morning"], []
     for accelerator in (False, True):
         monkeypatch.setattr(stacking, "wants_stacking", lambda accelerator=accelerator: accelerator)
         cascade = Cascade.load(t5_pair / "drafter", t5_pair / "verifier", max_new_tokens=12)
         assert cascade.verifier.stacked == accelerator
-        found.append(
+        outputs.append(
             [
-                one.tokens
-                for one in cascade.generate(
+                result.tokens
+                for result in cascade.generate(
                     texts, method="token_v3", alpha=0.3, temperature=1.0, batch_size=2
                 )
             ]
         )
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]

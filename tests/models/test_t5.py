@@ -82,8 +82,8 @@ def test_equal_tables_are_a_shared_table(shared):
     )
     for sizes in ([30], [5, 25]):
         expected, _ = in_blocks(model, params, TARGET, sizes, prefilled(model, params))
-        found, _ = in_blocks(apart, tables, TARGET, sizes, prefilled(apart, tables))
-        np.testing.assert_array_equal(found, expected)
+        logits, _ = in_blocks(apart, tables, TARGET, sizes, prefilled(apart, tables))
+        np.testing.assert_array_equal(logits, expected)
 
 
 @pytest.mark.full(quick=["steps-bfloat16"])
@@ -96,11 +96,11 @@ def test_bfloat16_is_float32_rounded(shared, sizes, cache_dtype):
     half = dataclasses.replace(model, dtype="bfloat16", cache_dtype=cache_dtype)
     _, cache = half.prefill(params, jnp.asarray(SOURCE[:1]), jnp.asarray(LENGTH[:1]), 40)
     assert cache.keys[0].dtype == cache.cross_values[0].dtype == cache_dtype
-    found, _ = in_blocks(half, params, TARGET[:1], sizes, cache)
+    logits, _ = in_blocks(half, params, TARGET[:1], sizes, cache)
     full = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected, _ = in_blocks(model, full, TARGET, [30], prefilled(model, full))
-    np.testing.assert_allclose(found, expected[:1], atol=0.1)
-    assert np.abs(found - expected[1:2]).max() > 1
+    np.testing.assert_allclose(logits, expected[:1], atol=0.1)
+    assert np.abs(logits - expected[1:2]).max() > 1
 
 
 @pytest.mark.full(quick=["t5_1_1_small-77", "t5_1_1_base-248"])

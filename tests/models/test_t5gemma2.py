@@ -101,10 +101,10 @@ def written_by_us(model, params, theirs, folder):
     config.encoder.vision_config = theirs.config.encoder.vision_config
     config.encoder.mm_tokens_per_image = 4
     returned = type(theirs).from_pretrained(folder, config=config, attn_implementation="eager").eval()
-    found, text = returned.state_dict(), dict(theirs.float().state_dict())
+    state, text = returned.state_dict(), dict(theirs.float().state_dict())
     for name, array in text.items():
         if "vision_tower" not in name and "multi_modal" not in name:
-            np.testing.assert_array_equal(found[name], array)
+            np.testing.assert_array_equal(state[name], array)
     return returned
 
 
@@ -146,8 +146,8 @@ def test_every_part_of_the_shape_matters(part, change, tiny):
     if part is not None:
         change = {part: dataclasses.replace(getattr(TINY_T5GEMMA2, part), **change)}
     other = T5Gemma2Model(dataclasses.replace(TINY_T5GEMMA2, **change))
-    found = in_blocks(other, params, FED, [30], begun(other, params))[0]
-    assert np.abs(found - usual).max() > 1e-3
+    logits = in_blocks(other, params, FED, [30], begun(other, params))[0]
+    assert np.abs(logits - usual).max() > 1e-3
 
 
 @pytest.mark.full(quick=["t5gemma2"])
@@ -155,13 +155,13 @@ def test_every_part_of_the_shape_matters(part, change, tiny):
 def test_tokens_in_parts_attend_as_all_at_once(config, monkeypatch):
     """Also to what was encoded, whose mask is the same for all tokens."""
     model = model_of(config)
-    params, found = model.init(0), []
+    params, logits = model.init(0), []
     cache = prefilled(model, params)
     for scores in (decoder.SCORES, 2**11):  # 3 rows, 4 heads, 84 entries: two tokens at once
         monkeypatch.setattr(decoder, "SCORES", scores)
         read = jax.jit(lambda params: model.extend(params, TARGET[:, :12], cache)[0])
-        found.append(read(params))
-    np.testing.assert_allclose(*found, atol=1e-5)
+        logits.append(read(params))
+    np.testing.assert_allclose(*logits, atol=1e-5)
 
 
 # ---- folders --------------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def test_independent_acceptances(acceptances, sizes, hand_over, full):
     assert np.all(np.abs(mean - plan.passes_per_token) < 4 * error)
     seconds, error = ratio((played[0] @ models.call_seconds[:, 1])[:, None], played[1])
     assert abs(seconds[0] - plan.seconds_per_token) < 4 * error[0]
-    for found, said in ((mean, plan.passes_per_token), (seconds, plan.seconds_per_token)):
-        np.testing.assert_allclose(found, said, rtol=0.02)
+    for average, said in ((mean, plan.passes_per_token), (seconds, plan.seconds_per_token)):
+        np.testing.assert_allclose(average, said, rtol=0.02)
 
 
 @pytest.mark.parametrize("hand_over", HAND_OVER)
@@ -167,8 +167,8 @@ def test_texts_end(acceptances, sizes, hand_over, full):
     once = 3 * models.text_seconds.sum() / sum(lengths)
     assert plan.seconds_per_token == pytest.approx(plan.passes_per_token @ models.call_seconds[:, 1] + once)
     endless, without = (
-        predict(one, one.names, sizes, hand_over).passes_per_token
-        for one in (dataclasses.replace(models, lengths=(100_000,)), members)
+        predict(pool, pool.names, sizes, hand_over).passes_per_token
+        for pool in (dataclasses.replace(models, lengths=(100_000,)), members)
     )
     np.testing.assert_allclose(endless, without, rtol=1e-3)
 
@@ -227,8 +227,8 @@ def test_a_pair_is_the_classical_formula():
     a, seconds = models.acceptance[0, 1], models.call_seconds
     for size, hand_over in itertools.product(range(1, 9), HAND_OVER):
         plan, rounds = predict(models, models.names, (size,), hand_over), (1 - a) / (1 - a ** (size + 1))
-        own = seconds[1, size + 1] + models.besides[0, 1] + size * seconds[0, 1]
-        assert plan.seconds_per_token == pytest.approx(own * rounds)
+        round_seconds = seconds[1, size + 1] + models.besides[0, 1] + size * seconds[0, 1]
+        assert plan.seconds_per_token == pytest.approx(round_seconds * rounds)
         assert plan.passes_per_token == pytest.approx((size * rounds, rounds))
     sure = dataclasses.replace(models, acceptance=np.ones((2, 2)))
     assert predict(sure, sure.names, (3,)).passes_per_token == (0.75, 0.25)
@@ -240,9 +240,9 @@ def by_recursion(models, sizes, level, r):
         return max(r, 0) * models.call_seconds[0, 1]
     a, n = models.acceptance[level - 1, level], min(sizes[level - 1], r - 1)
     law = [a ** (x - 1) * (1 - a) for x in range(1, n + 1)] + [a**n]
-    own = models.call_seconds[level, sizes[level - 1] + 1] + models.besides[level - 1, level]
+    cost = models.call_seconds[level, sizes[level - 1] + 1] + models.besides[level - 1, level]
     return (
-        own
+        cost
         + by_recursion(models, sizes, level - 1, n)
         + sum(p * by_recursion(models, sizes, level, r - x) for x, p in enumerate(law, 1))
     )
@@ -253,11 +253,11 @@ def test_need_by_recursion_and_below_truncate(sizes):
     models = candidates(np.random.default_rng(len(sizes)), len(sizes) + 1, 20)
     top = len(sizes)
     tokens = expected_tokens(models.acceptance[top - 1, top], sizes[-1])
-    own = models.call_seconds[top, sizes[-1] + 1] + models.besides[top - 1, top]
-    whole = own + by_recursion(models, sizes, top - 1, sizes[-1])
-    found = predict(models, models.names, sizes, "need").seconds_per_token
-    assert found == pytest.approx(whole / tokens, rel=1e-12)
-    assert found < predict(models, models.names, sizes, "truncate").seconds_per_token
+    cost = models.call_seconds[top, sizes[-1] + 1] + models.besides[top - 1, top]
+    whole = cost + by_recursion(models, sizes, top - 1, sizes[-1])
+    seconds = predict(models, models.names, sizes, "need").seconds_per_token
+    assert seconds == pytest.approx(whole / tokens, rel=1e-12)
+    assert seconds < predict(models, models.names, sizes, "truncate").seconds_per_token
 
 
 def test_keep_pays_for_its_widest_call():
@@ -275,10 +275,10 @@ def test_keep_pays_for_its_widest_call():
 # The search
 
 
-def every_plan(models, max_block, hand_over, most):
+def every_plan(models, max_block, hand_over, max_models):
     """Each subset with the target and each tuple of block sizes that was timed."""
     timed = models.call_seconds.shape[1] - 1
-    for count in range(min(most, len(models.names))):
+    for count in range(min(max_models, len(models.names))):
         for chosen in itertools.combinations(models.names[:-1], count):
             for sizes in itertools.product(range(1, max_block + 1), repeat=count):
                 if hand_over != "keep" or sum(sizes) < timed:
@@ -288,7 +288,7 @@ def every_plan(models, max_block, hand_over, most):
 def instances(full):
     for seed in range(200 if full else 50):
         rng = np.random.default_rng(seed)
-        count, most, max_block = int(rng.integers(2, 6)), [None, None, 4, 3, 2, 1][seed % 6], 4
+        count, max_models, max_block = int(rng.integers(2, 6)), [None, None, 4, 3, 2, 1][seed % 6], 4
         models = candidates(rng, count, max_block + 6, flat=seed % 3 == 0, measured=seed % 4 > 0)
         if seed % 5 < 2:  # models that also cost something once a text, in no order of theirs
             models = dataclasses.replace(
@@ -296,27 +296,31 @@ def instances(full):
                 lengths=(3, 9),
                 text_seconds=rng.uniform(0, 4 * models.call_seconds[:, 1].mean(), count),
             )
-        yield models, max_block, most
+        yield models, max_block, max_models
 
 
 @pytest.mark.parametrize("hand_over", ["truncate", "need"])
 def test_best_of_every_plan(hand_over, full):
-    found = []
-    for models, max_block, most in instances(full):
-        plan = best(models, max_block, hand_over, most)
-        least = min(one.seconds_per_token for one in every_plan(models, max_block, hand_over, most or 9))
+    counts = []
+    for models, max_block, max_models in instances(full):
+        plan = best(models, max_block, hand_over, max_models)
+        least = min(
+            rival.seconds_per_token for rival in every_plan(models, max_block, hand_over, max_models or 9)
+        )
         assert plan.seconds_per_token == pytest.approx(least, rel=1e-12)
         assert plan == predict(models, plan.models, plan.block_sizes, hand_over)
-        found.append(len(plan.models))
-    assert {1, 2, 3, 4} <= set(found)
+        counts.append(len(plan.models))
+    assert {1, 2, 3, 4} <= set(counts)
 
 
 def test_best_under_keep(full):
     """A local search: of these instances it finds the best plan of all but one in ten, and that to 2%."""
     above = []
-    for models, max_block, most in instances(full):
-        least = min(one.seconds_per_token for one in every_plan(models, max_block, "keep", most or 9))
-        above.append(best(models, max_block, "keep", most).seconds_per_token / least - 1)
+    for models, max_block, max_models in instances(full):
+        least = min(
+            rival.seconds_per_token for rival in every_plan(models, max_block, "keep", max_models or 9)
+        )
+        above.append(best(models, max_block, "keep", max_models).seconds_per_token / least - 1)
     assert np.mean(np.array(above) > 1e-12) <= 0.1 and min(above) > -1e-12 and max(above) < 0.02
 
 
@@ -340,8 +344,8 @@ def test_bad_drafters_are_left_out(hand_over):
     assert best(bad, 15, hand_over) == alone
     assert best(models, 15, hand_over, most_models=1) == alone
     assert len(best(models, 15, hand_over, most_models=2).models) == 2
-    one = Candidates(("m3",), models.call_seconds[3:], np.zeros((1, 1)))
-    assert best(one, 15, hand_over) == alone
+    target = Candidates(("m3",), models.call_seconds[3:], np.zeros((1, 1)))
+    assert best(target, 15, hand_over) == alone
     slow = models.call_seconds.copy()
     slow[1] *= 100
     assert "m1" not in best(dataclasses.replace(models, call_seconds=slow), 15, hand_over).models
@@ -357,9 +361,9 @@ def test_eighty_models(texts):
             lengths=(20, 30, 60),
             text_seconds=np.random.default_rng(1).uniform(0, 4, 80) * models.call_seconds[:, 1],
         )
-    for hand_over, most in (("truncate", None), ("need", None), ("need", 4)):
+    for hand_over, max_models in (("truncate", None), ("need", None), ("need", 4)):
         start = time.process_time()
-        plan = best(models, 15, hand_over, most)
+        plan = best(models, 15, hand_over, max_models)
         spent = time.process_time() - start
         print(hand_over, f"{spent:.2f} s", plan)
         assert spent < 1 and len(plan.models) > 2
@@ -375,10 +379,10 @@ def test_triangle_violations():
     assert not triangle_violations(acceptance, 0.0)
     acceptance[1, 3] = acceptance[3, 5] = 0.99
     acceptance[1, 5] = 0.5
-    found = triangle_violations(acceptance)
-    assert found[0][:3] == (1, 3, 5) and found[0][3] == pytest.approx(0.48)
-    assert all(len({1, 3} & {j, i, k}) >= 1 and j < i < k and excess > 0.02 for j, i, k, excess in found)
-    assert (1, 3, 5) not in [one[:3] for one in triangle_violations(acceptance, 0.49)]
+    violations = triangle_violations(acceptance)
+    assert violations[0][:3] == (1, 3, 5) and violations[0][3] == pytest.approx(0.48)
+    assert all(len({1, 3} & {j, i, k}) >= 1 and j < i < k and excess > 0.02 for j, i, k, excess in violations)
+    assert (1, 3, 5) not in [violation[:3] for violation in triangle_violations(acceptance, 0.49)]
 
 
 @pytest.mark.parametrize(

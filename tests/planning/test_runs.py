@@ -101,14 +101,14 @@ def enumerated_calls(pair, way, sizes):
     return calls(())
 
 
-def runs_of(pair, way, most):
+def runs_of(pair, way, max_size):
     """Along every text, and each text's chance."""
     texts = pair.texts()
     ratios = np.ones((len(texts), LENGTH))
     for n, text in enumerate(texts):
         ratios[n, : len(text)] = [1 / law_ratio(pair, text[:k], v) for k, v in enumerate(text)]
     shares = np.array([pair.chance(pair.pi, text) for text in texts])
-    return Runs.of(ratios, np.array(list(map(len, texts))), VERIFICATIONS[way], most), shares
+    return Runs.of(ratios, np.array(list(map(len, texts))), VERIFICATIONS[way], max_size), shares
 
 
 @pytest.mark.parametrize("way", VERIFICATIONS)

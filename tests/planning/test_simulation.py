@@ -11,6 +11,7 @@ from speccascade_jax.planning.simulation import (
     fewest,
     fitted,
     in_closed_loop,
+    poisson_arrivals,
     rounds_of_texts,
     simulate,
 )
@@ -20,12 +21,32 @@ def texts(count, rounds):
     return np.full(count, 5 * rounds), np.full(count, rounds)
 
 
+def at_random(server, tokens, rounds, requests_per_second):
+    return simulate(server, poisson_arrivals(requests_per_second, len(tokens)), tokens, rounds)
+
+
+def test_random_arrivals_are_a_poisson_process():
+    """In each of 20,000 intervals a number of requests whose mean and variance are both rate times length."""
+    arrivals = poisson_arrivals(50.0, 100_000, seed=3)
+    counts = np.bincount((arrivals / 0.1).astype(int), minlength=20_000)[:19_000]
+    assert counts.mean() == pytest.approx(5, rel=0.02) and counts.var() == pytest.approx(5, rel=0.05)
+    assert (np.diff(arrivals) >= 0).all() and not np.array_equal(arrivals, poisson_arrivals(50.0, 100_000))
+
+
+def test_requests_are_answered_from_when_they_arrive():
+    """Two come together, which one row serves in turn; the third finds the row idle."""
+    server = SimulatedServer(1, 0.01, 0.005, queue=9, rounds=1)
+    served = simulate(server, np.array([0.1, 0.1, 9.0]), *texts(3, 4))
+    np.testing.assert_allclose(served.whole, [0.045, 0.09, 0.045])
+    assert served.seconds == pytest.approx(8.945)
+
+
 @pytest.mark.parametrize("load", [0.3, 0.6])
 def test_one_row_is_a_queue_of_constant_service(load):
     """The mean wait of M/D/1 is load / (2 (1 - load)) services (Pollaczek and Khinchine)."""
     service = 60 * 0.01 + 0.005
     server = SimulatedServer(1, 0.01, 0.005, queue=10**6, rounds=1)
-    served = simulate(server, *texts(3000, 60), load / service)
+    served = at_random(server, *texts(3000, 60), load / service)
     wait = served.whole.mean() - service
     assert wait == pytest.approx(load / (2 * (1 - load)) * service, rel=0.15)
 
@@ -33,7 +54,7 @@ def test_one_row_is_a_queue_of_constant_service(load):
 def test_without_a_queue_requests_are_lost_by_erlangs_formula():
     """One row, no queue: a share load / (1 + load) is refused."""
     server = SimulatedServer(1, 0.01, 0.0, queue=0, rounds=1)
-    served = simulate(server, *texts(3000, 60), 1.0 / (60 * 0.01))
+    served = at_random(server, *texts(3000, 60), 1.0 / (60 * 0.01))
     assert served.refused / 3000 == pytest.approx(0.5, abs=0.03)
     assert np.isnan(served.first).sum() == served.refused
 
@@ -41,7 +62,7 @@ def test_without_a_queue_requests_are_lost_by_erlangs_formula():
 def test_requests_that_share_rounds_cost_no_more_than_one():
     """Far below its load, a request with rows to spare waits at most for the round that runs."""
     server = SimulatedServer(64, 0.01, 0.0, queue=10, rounds=1)
-    served = simulate(server, *texts(2000, 7), 50.0)
+    served = at_random(server, *texts(2000, 7), 50.0)
     assert not served.refused
     assert (served.first > 0.01 - 1e-9).all() and (served.first < 0.02 + 1e-9).all()
     assert (served.whole < 0.08 + 1e-9).all()
@@ -49,7 +70,7 @@ def test_requests_that_share_rounds_cost_no_more_than_one():
 
 def test_a_saturated_server_writes_what_its_rounds_write():
     server = SimulatedServer(8, 0.01, 0.002, queue=100)
-    served = simulate(server, *texts(3000, 6), 10_000.0)
+    served = at_random(server, *texts(3000, 6), 10_000.0)
     # Eight texts of 30 tokens take six rounds and eight prompts; some rows idle until others are free.
     full = 8 * 30 / (6 * 0.01 + 8 * 0.002)
     assert 0.9 * full < served.tokens_per_second <= full * 1.001
@@ -59,10 +80,10 @@ def test_a_saturated_server_writes_what_its_rounds_write():
 def test_prompts_are_read_together_while_enough_wait():
     """Four at once if four wait, each for a quarter of the time; what HTTP takes is added to each."""
     server = SimulatedServer(8, 0.01, 0.008, 100, together_seconds=0.002, request_seconds=0.001)
-    served = simulate(server, *texts(3000, 6), 10_000.0)
+    served = at_random(server, *texts(3000, 6), 10_000.0)
     full = 8 * 30 / (6 * 0.01 + 8 * 0.003)
     assert 0.9 * full < served.tokens_per_second <= full * 1.001
-    alone = simulate(server, *texts(200, 6), 0.01)
+    alone = at_random(server, *texts(200, 6), 0.01)
     np.testing.assert_allclose(alone.first, 0.008 + 0.001 + 0.01)
     np.testing.assert_allclose(alone.whole, 0.008 + 0.001 + 6 * 0.01)
 
@@ -71,9 +92,9 @@ def test_prompts_of_one_width_are_read_together():
     """Eight requests wait for four rows after a short one: narrow ones pass the wide ones between them."""
     server = SimulatedServer(4, 1.0, 0.1, queue=100, rounds=1)
     widths, rounds = np.array([0, *[0, 1] * 4]), np.array([1, *[8, 16] * 4])
-    first = simulate(server, rounds, rounds, 1e9, widths=widths).first
+    first = simulate(server, np.zeros(9), rounds, rounds, widths).first
     assert first[5] == pytest.approx(first[7]) and first[6] > first[5] + 3
-    first = simulate(server, rounds, rounds, 1e9).first
+    first = simulate(server, np.zeros(9), rounds, rounds).first
     assert first[5] == pytest.approx(first[6]) and first[7] > first[5] + 3
 
 
@@ -101,9 +122,9 @@ def test_what_requests_and_steps_cost_is_found_from_closed_loops():
         for name, clients in (("request_seconds", 32), ("step_seconds", 8))
     }
     blank = dataclasses.replace(known, request_seconds=0.0, step_seconds=0.0)
-    found = fitted(blank, rounds, measured, widths)
-    assert found.request_seconds == pytest.approx(0.0015, rel=0.1)
-    assert found.step_seconds == pytest.approx(0.003, rel=0.1)
+    server = fitted(blank, rounds, measured, widths)
+    assert server.request_seconds == pytest.approx(0.0015, rel=0.1)
+    assert server.step_seconds == pytest.approx(0.003, rel=0.1)
     faster = {name: (clients, 2 * rate) for name, (clients, rate) in measured.items()}
     assert fitted(blank, rounds, faster, widths) == blank  # nothing costs less than nothing
 
@@ -124,7 +145,7 @@ def test_the_fewest_servers_keep_the_promise_and_one_fewer_does_not():
     fleet = fewest(server, tokens, rounds, rate, 0.05)
     assert fleet is not None and fleet.servers > 1
     assert np.percentile(fleet.served.first, 99) <= 0.05 and not fleet.served.refused
-    fewer = simulate(server, tokens, rounds, rate / (fleet.servers - 1))
+    fewer = at_random(server, tokens, rounds, rate / (fleet.servers - 1))
     assert fewer.refused or np.percentile(fewer.first, 99) > 0.05
     assert fewest(server, tokens, rounds, rate, 0.001, most_servers=64) is None  # below a prompt and a round
 
@@ -134,7 +155,7 @@ def test_a_queue_that_only_begins_to_grow_is_no_plan():
     server, (tokens, rounds) = SimulatedServer(4, 0.01, 0.002, queue=10_000), texts(500, 10)
     rate = 1.02 / (10 * 0.01 / 4 + 0.002)
     assert server.load(rounds, rate) == pytest.approx(1.02)
-    assert np.percentile(simulate(server, tokens, rounds, rate).first, 99) < 10
+    assert np.percentile(at_random(server, tokens, rounds, rate).first, 99) < 10
     fleet = fewest(server, tokens, rounds, rate, 10.0)
     assert fleet is not None and fleet.servers == 2
 
@@ -158,16 +179,26 @@ def test_an_invalid_server_is_refused(field, value):
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
-def test_invalid_requests_are_refused():
-    server, one = SimulatedServer(1, 1.0, 0.0, 1), np.ones(1, int)
-    for field, arguments in (
-        ("rounds", (one, np.zeros(1, int), 1.0)),
-        ("rounds", (one, np.ones(2, int), 1.0)),
-        ("requests_per_second", (one, one, 0.0)),
-    ):
-        with pytest.raises(FieldError) as refused:
-            simulate(server, *arguments)
-        assert refused.value.field == field
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("rounds", ([0.0], [1], [0])),
+        ("rounds", ([0.0], [1], [1, 1])),
+        ("arrivals", ([0.0, 1.0], [1], [1])),
+        ("arrivals", ([2.0, 1.0], [1, 1], [1, 1])),
+        ("arrivals", ([-1.0], [1], [1])),
+        ("arrivals", ([np.inf], [1], [1])),
+        ("widths", ([0.0], [1], [1], [1, 1])),
+    ],
+)
+def test_invalid_requests_are_refused(field, arguments):
     with pytest.raises(FieldError) as refused:
-        simulate(server, one, one, 1.0, widths=np.ones(2, int))
-    assert refused.value.field == "widths"
+        simulate(SimulatedServer(1, 1.0, 0.0, 1), *map(np.array, arguments))
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, np.inf, np.nan])
+def test_an_invalid_rate_is_refused(rate):
+    with pytest.raises(FieldError) as refused:
+        poisson_arrivals(rate, 1)
+    assert refused.value.field == "requests_per_second"

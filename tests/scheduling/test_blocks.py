@@ -227,6 +227,6 @@ def test_a_server_learns_what_its_rows_count(cascade):
     while scheduler.busy:
         scheduler.run(2)
         counts += [result.counts for _, result in scheduler.finished()]
-    assert sum(seen.emitted.sum() for seen in taught) == sum(one["emitted"] for one in counts)
+    assert sum(seen.emitted.sum() for seen in taught) == sum(row_counts["emitted"] for row_counts in counts)
     histogram = sum(seen.histogram.sum(axis=0) for seen in taught)
-    assert histogram.tolist() == np.sum([one["histogram"] for one in counts], axis=0).tolist()
+    assert histogram.tolist() == np.sum([row_counts["histogram"] for row_counts in counts], axis=0).tolist()

@@ -40,7 +40,7 @@ def exits():
     return Speculative(lower, full, METHODS["token_v3"], 3), model.init(0)
 
 
-def one():
+def single_model():
     model = model_of(GEMMA)
     return Autoregressive(model), model.init(0)
 
@@ -66,7 +66,7 @@ def asked():
 @pytest.mark.full(quick=["one-7"])
 @pytest.mark.parametrize(
     "make,chunk,kept",
-    [(one, 7, None), (pair, 1, None), (pair, 30, None), (exits, 7, PrefixCache(10**6))],
+    [(single_model, 7, None), (pair, 1, None), (pair, 30, None), (exits, 7, PrefixCache(10**6))],
     ids=["one-7", "pair-1", "pair-30", "exits-7"],
 )
 def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, kept, asked, monkeypatch):
@@ -81,7 +81,7 @@ def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, k
     programs = Programs(plan_of(sampler, chunk=chunk), params, None, Clock())
     scheduler = Continuous(programs, 3, Letters(), bucket, WIDTH, kept)
     times = 1 if kept is None else 2
-    found, waiting, ids = {}, [*asked] * times, []
+    results, waiting, ids = {}, [*asked] * times, []
     scheduler.precompile([WIDTH])
     before, called = programs.clock.compilations, calls(programs, monkeypatch)
     while waiting or scheduler.busy:
@@ -96,10 +96,10 @@ def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, k
         assert was <= {number for number, _ in scheduler.running.values()} | {n for n, _ in scheduler.done}
         for number in dropped:
             scheduler.cancel(number)
-        found |= dict(scheduler.finished())
-    assert [found[number] for number in ids] == whole * times
+        results |= dict(scheduler.finished())
+    assert [results[number] for number in ids] == whole * times
     assert programs.clock.compilations == before
-    chunks = sum(-(-(len(one.tokens) - 1) // chunk) for one in asked)
+    chunks = sum(-(-(len(prompt.tokens) - 1) // chunk) for prompt in asked)
     assert called.count("read") >= chunks
     assert kept is None or (called.count("read") < 2 * chunks and called.count("put"))
 
@@ -107,7 +107,7 @@ def test_prompts_read_in_chunks_are_continued_as_those_read_whole(make, chunk, k
 def test_running_rows_do_a_round_after_every_chunk(asked):
     """A row that runs writes on, a round a chunk, while a long prompt is read; so it does while short ones
     wait for their turns next to idle rows."""
-    sampler, params = one()
+    sampler, params = single_model()
     programs = Programs(plan_of(sampler, chunk=4), params, None, Clock())
     scheduler = Continuous(programs, 4, Letters(), bucket, WIDTH)
     first, *rest = scheduler.admit([asked[-3], asked[10], asked[-2], asked[-3]])

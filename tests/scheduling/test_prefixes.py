@@ -75,9 +75,9 @@ def test_the_cache_never_exceeds_its_bytes():
     for _ in range(10_000):
         owner = owners[draw.integers(3)]
         blocks = [(int(token),) for token in draw.integers(0, 5, draw.integers(1, 9))]
-        found = kept.find(owner, blocks)
-        assert found == [segment[owner, *blocks[: n + 1]] for n in range(len(found))]
-        for n in range(len(found), len(blocks)):
+        hits = kept.find(owner, blocks)
+        assert hits == [segment[owner, *blocks[: n + 1]] for n in range(len(hits))]
+        for n in range(len(hits), len(blocks)):
             array = arrays[[1, 30, 100][len(segment) % 3]]
             segment[owner, *blocks[: n + 1]] = [array]  # an object of its own
             kept.add(owner, blocks[: n + 1], segment[owner, *blocks[: n + 1]])
@@ -140,12 +140,12 @@ def check_that_rows_write_the_same(case, monkeypatch):
         named.clear()
         results, cached = served(case.programs, kept, case.asked)
         assert results == case.whole
-        assert all(n <= len(one.tokens) - 1 for n, one in zip(cached, case.asked, strict=True))
+        assert all(n <= len(request.tokens) - 1 for n, request in zip(cached, case.asked, strict=True))
         reads.append(named.count("read"))
     assert reads[0] == reads[1] > reads[2] > reads[3] and kept.evictions == 0
     results, cached = served(case.programs, kept, case.asked[::-1])
     assert results == case.whole[::-1]
-    assert cached[::-1] == [(len(one.tokens) - 1) // CHUNK * CHUNK for one in case.asked]
+    assert cached[::-1] == [(len(request.tokens) - 1) // CHUNK * CHUNK for request in case.asked]
 
 
 def test_a_rows_text_does_not_depend_on_the_cache(toys, monkeypatch):
@@ -159,14 +159,14 @@ def test_texts_of_a_hierarchy_do_not_depend_on_the_cache(monkeypatch):
 
 def foreign_requests(models, count=14):
     """Texts of letters, as two vocabularies read them, that begin like others."""
-    draw, target, own = np.random.default_rng(3), Words(TARGET), Words(OWN)
+    draw, target, drafter = np.random.default_rng(3), Words(TARGET), Words(OWN)
     heads = ["".join(draw.choice(["a", "b"], 24)) for _ in range(2)]
     texts = [
         heads[draw.integers(2)][: draw.integers(0, 25)]
         + "".join(draw.choice(["a", "b"], draw.integers(1, 18)))
         for _ in range(count)
     ]
-    rows = [(target.cut(text), own.cut(text)) for text in texts]
+    rows = [(target.cut(text), drafter.cut(text)) for text in texts]
     return [Request(row, HOW, n, foreign={models[0]: ids}) for n, (row, ids) in enumerate(rows)]
 
 
@@ -192,7 +192,7 @@ def test_each_vocabulary_has_its_own_beginnings(foreign):
     for _ in range(2):
         results, cached = served(foreign.programs, kept, foreign.asked)
         assert results == foreign.whole
-    assert cached == [(len(one.tokens) - 1) // CHUNK * CHUNK for one in foreign.asked]
+    assert cached == [(len(request.tokens) - 1) // CHUNK * CHUNK for request in foreign.asked]
 
 
 def by_block(self, owner, blocks):

@@ -67,21 +67,21 @@ def test_rows_of_all_widths_refill_each_other(programs, requests, batch_size, mo
 def test_a_row_may_be_asked_for_more_than_the_batch_was_begun_with(programs, requests):
     """Wide inputs come after narrow ones: the batch becomes wider."""
     ordered = sorted(requests, key=lambda request: len(request.tokens))
-    scheduler, found = Scheduler(programs, 4, Letters(), bucket), {}
+    scheduler, results = Scheduler(programs, 4, Letters(), bucket), {}
     first = scheduler.admit(ordered[:6])
     scheduler.run(rounds=2)
     later = scheduler.admit(ordered[-6:])
     while scheduler.busy:
         scheduler.run(rounds=1)
-        found |= dict(scheduler.finished())
-    assert [found[n] for n in (*first, *later)] == alone(programs, [*ordered[:6], *ordered[-6:]])
+        results |= dict(scheduler.finished())
+    assert [results[n] for n in (*first, *later)] == alone(programs, [*ordered[:6], *ordered[-6:]])
 
 
 @pytest.mark.full(quick=["t5-1"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_cancelled_request_changes_nothing_for_others(programs, requests, batch_size):
     expected = alone(programs, requests[:6])
-    scheduler, found = Scheduler(programs, batch_size, Letters(), bucket), {}
+    scheduler, results = Scheduler(programs, batch_size, Letters(), bucket), {}
     ids = scheduler.admit(requests[:6])
     scheduler.cancel(ids[0])  # still waiting
     scheduler.run(rounds=1)
@@ -90,10 +90,10 @@ def test_a_cancelled_request_changes_nothing_for_others(programs, requests, batc
     assert begun == expected[ids.index(running)].tokens[: len(begun)] != []
     scheduler.cancel(running)
     while scheduler.busy:
-        found |= dict(scheduler.finished())
+        results |= dict(scheduler.finished())
         scheduler.run()
-    found |= dict(scheduler.finished())
-    assert {n: found[n] for n in ids if n in found} == {
+    results |= dict(scheduler.finished())
+    assert {n: results[n] for n in ids if n in results} == {
         n: expected[k] for k, n in enumerate(ids) if n not in (ids[0], running)
     }
 
@@ -112,15 +112,15 @@ def test_stop_sequences_cut_rows_that_go_on_being_refilled(programs, requests, b
     stopping = [request._replace(stop=stop) for request in requests]
 
     def every_round():
-        found = []
+        rows = []
         for request in stopping:
             scheduler = Scheduler(programs, 1, letters, bucket)
             [number], results = scheduler.admit([request]), {}
             while scheduler.busy:
                 scheduler.run(rounds=1)
                 results |= dict(scheduler.finished())
-            found.append(results[number])
-        return found
+            rows.append(results[number])
+        return rows
 
     expected = every_round()
     assert any(len(cut.tokens) < len(full.tokens) for cut, full in zip(expected, whole, strict=True))
@@ -168,7 +168,7 @@ def test_a_continuous_batch_gives_each_row_the_same_as_alone(
         1: Programs(in_ones, programs.params, None, Clock()),
     }
     expected = [alone(by_size[request.settings.block_size], [request])[0].tokens for request in asked]
-    scheduler, found, order = Continuous(served, batch_size, Letters(), bucket, WIDTHS[-1]), {}, []
+    scheduler, outputs, order = Continuous(served, batch_size, Letters(), bucket, WIDTHS[-1]), {}, []
     scheduler.precompile(WIDTHS)
     before, called = served.clock.compilations, calls(served, monkeypatch)
     waiting = list(asked)
@@ -182,9 +182,9 @@ def test_a_continuous_batch_gives_each_row_the_same_as_alone(
         for number in dropped:
             scheduler.cancel(number)
         finished = dict(scheduler.finished())
-        found |= {number: result.tokens for number, result in finished.items()}
+        outputs |= {number: result.tokens for number, result in finished.items()}
         order += finished
-    assert [found[number] for number in ids] == expected
+    assert [outputs[number] for number in ids] == expected
     assert served.clock.compilations == before and widths == {*WIDTHS}
     # Prompts are read one by one where three rows share, a few at once where six do.
     assert (called.count("begin") > len(ids)) == (batch_size == 3)
@@ -206,8 +206,8 @@ def test_prompts_of_like_lengths_are_read_together(served):
     """The first waiting request is always among them, and the others keep their order."""
     scheduler = Continuous(served, 6, Letters(), bucket, WIDTHS[-1])
     scheduler.admit([Request([1] * size, Settings()) for size in (3, 20, 4, 5, 21, 6, 7)])
-    found = []
+    groups = []
     while scheduler.waiting:
         scheduler._call_up(3)
-        found.append([scheduler.waiting.pop()[0] for _ in range(min(3, len(scheduler.waiting)))])
-    assert found == [[0, 2, 3], [1, 4, 5], [6]]
+        groups.append([scheduler.waiting.pop()[0] for _ in range(min(3, len(scheduler.waiting)))])
+    assert groups == [[0, 2, 3], [1, 4, 5], [6]]

@@ -95,7 +95,7 @@ def methods(full):
 
 @pytest.fixture(scope="session")
 def server(served_config, methods, tmp_path_factory):
-    own = Server(
+    shared_server = Server(
         tmp_path_factory.mktemp("logs"),
         f"--config={served_config}",
         "--rows=4",
@@ -103,8 +103,8 @@ def server(served_config, methods, tmp_path_factory):
         "--methods",
         *methods,
     ).until_ready()
-    yield own
-    assert own.end() == 0
+    yield shared_server
+    assert shared_server.end() == 0
 
 
 @pytest.fixture(scope="session")

@@ -125,8 +125,8 @@ def test_wrong_requests_are_answered_with_a_sentence(impatient):
         ("/health", b"{}", 405),
         ("/v1/chat/completions", chat, 400),
     ):
-        found, answer, _ = ask(url, body, path)
-        assert found == status and answer["error"]["message"]
+        code, answer, _ = ask(url, body, path)
+        assert code == status and answer["error"]["message"]
     assert ask(url, b'{"prompt": "1"}', **{"Content-Type": "text/plain"})[0] == 415
     assert sound(url) == before != [] and gauges(url) == [0, 0]
 
@@ -169,8 +169,8 @@ def test_metrics_count_what_usage_says(impatient):
         for name in wanted:
             wanted[name] += usage[name]
     after = counted()
-    for name, own in names.items():
-        assert after[name] - before[name] == wanted[own] > 0
+    for name, usage_key in names.items():
+        assert after[name] - before[name] == wanted[usage_key] > 0
     assert after["deferred"] - before["deferred"] == wanted["deferred"] > 0
     assert after["positions"] - before["positions"] == wanted["accepted"]
 
@@ -207,17 +207,17 @@ def test_partial_bodies_and_slow_readers_delay_no_others(impatient):
 
 def test_a_full_queue_says_when_to_retry(impatient):
     url, engine = impatient
-    found, before = [], refusals(url)
+    statuses, before = [], refusals(url)
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         for status, answer, headers in pool.map(
             lambda n: ask(url, {"prompt": "201", "n": 20, "seed": n}), range(96)
         ):
-            found.append(status)
+            statuses.append(status)
             if status == 429:
                 assert int(headers["Retry-After"]) >= 1 and answer["error"]["code"] == "queue_full"
-    assert set(found) == {200, 429}
+    assert set(statuses) == {200, 429}
     assert engine.idle and gauges(url) == [0, 0]
-    assert refusals(url) - before == found.count(429)
+    assert refusals(url) - before == statuses.count(429)
 
 
 def test_a_request_that_takes_too_long_is_ended(toy, monkeypatch):

@@ -57,7 +57,7 @@ SIZES = st.dictionaries(
 BODIES = st.one_of(
     NEARLY,
     st.dictionaries(NAMES, VALUES, max_size=5),
-    st.dictionaries(NAMES, VALUES, min_size=1, max_size=3).map(lambda own: {"prompt": "201", **own}),
+    st.dictionaries(NAMES, VALUES, min_size=1, max_size=3).map(lambda fields: {"prompt": "201", **fields}),
     VALUES,
 )
 
@@ -131,16 +131,16 @@ def test_the_description_describes(toy):
     with serving(toy, max_queue=500) as (url, _):
         schema = schemathesis.openapi.from_dict(ask(url, path="/openapi.json")[1])
         schema.config.update(base_url=url)
-        found = set()
+        codes = set()
         for operation in schema.get_all_operations():
 
             @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.ok().as_strategy())
             def check(case):
                 answer = case.call(base_url=url)
-                found.add(answer.status_code)
+                codes.add(answer.status_code)
                 assert answer.status_code < 500
                 case.validate_response(answer, checks=(schemathesis.checks.status_code_conformance,))
 
             check()
-        assert {200, 400} <= found
+        assert {200, 400} <= codes

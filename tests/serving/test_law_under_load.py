@@ -32,7 +32,7 @@ def test_answers_under_load_follow_their_law(toy):
             body = {"prompt": "201", "n": MANY, "seed": number, "origin": True, **ASKED[kind]}
             status, answer, _ = ask(url, body)
             assert status == 200, answer
-            return kind, [[one["token"] for one in choice["origin"]] for choice in answer["choices"]]
+            return kind, [[piece["token"] for piece in choice["origin"]] for choice in answer["choices"]]
 
         def other(number):
             draw = random.Random(number)
@@ -47,16 +47,16 @@ def test_answers_under_load_follow_their_law(toy):
 
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             others = pool.map(other, range(4 * requests))
-            found = list(pool.map(sampled, range(requests)))
+            samples = list(pool.map(sampled, range(requests)))
             assert set(others) == {200}
     for kind, asked in ASKED.items():
-        texts = [tokens for own, many in found if own == kind for tokens in many]
+        texts = [tokens for sample_kind, many in samples if sample_kind == kind for tokens in many]
         padded = np.array([[*tokens, -1, -1, -1][:3] for tokens in texts])
         options = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
         rule = [asked.get("method", "speculative")], [asked.get("alpha", 0.0)]
         law, wrong = (
-            sequence_law(TABLES, *rule, (2, 0, 1, 3), steps=3, eos=3, **own)
-            for own in (options, {**options, "temperature": 1.3})
+            sequence_law(TABLES, *rule, (2, 0, 1, 3), steps=3, eos=3, **variant)
+            for variant in (options, {**options, "temperature": 1.3})
         )
         assert len(ASKED) * chi_square(padded, law) > FAIL_BELOW
         assert chi_square(padded, wrong) < FAIL_BELOW  # the control
@@ -75,10 +75,10 @@ def test_one_model_and_three_are_served(count, method, fields):
         alone = ask(url, {"prompt": "201", "n": 20, "seed": 3, "speculative": False})[1]
         refused = ask(url, {"prompt": "201", "block_size": 1})
     texts = ["201"] * 20
-    for found, own in ((answer, method), (alone, "verifier")):
-        settings = Settings(method=own, temperature=1.0, seed=3, **fields)
-        wanted = [one.text for one in model.cascade.generate(texts, settings)]
-        assert [choice["text"] for choice in found["choices"]] == wanted
+    for body, rule in ((answer, method), (alone, "verifier")):
+        settings = Settings(method=rule, temperature=1.0, seed=3, **fields)
+        wanted = [output.text for output in model.cascade.generate(texts, settings)]
+        assert [choice["text"] for choice in body["choices"]] == wanted
     methods, alphas = ([*method], [*fields["alpha"]]) if count > 1 else ([], [])
     tables = [table(39 + n, 4) for n in range(count)]
     law = sequence_law(tables, methods, alphas, (2, 0, 1, 3), steps=3, eos=3)
@@ -98,7 +98,7 @@ def test_drafts_that_are_looked_up_are_served():
             changes = {"method": method, "block_size": size, "alpha": 0.4, "seed": 3}
             answer = ask(url, asked | changes | {"n": 20})[1]
             settings = dataclasses.replace(model.defaults, **changes)
-            wanted = [one.text for one in model.cascade.generate(["20120"] * 20, settings)]
+            wanted = [output.text for output in model.cascade.generate(["20120"] * 20, settings)]
             assert [choice["text"] for choice in answer["choices"]] == wanted
         stated = ask(url, asked | {"logprobs": 1})[1]["choices"][0]["logprobs"]
         refused = ask(url, asked | {"logprobs": 1, "method": "token_v3"})

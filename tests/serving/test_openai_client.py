@@ -64,19 +64,19 @@ def asked(number, methods):
 
 def expected(cascade, questions):
     """What decode.py --text gives each of them: alone, as input 0. Compiled once for all of a block size."""
-    settings = [Settings(**own) for _, own, _ in questions]
-    lanes, found = cascade.lanes(settings), []
-    for (words, _, _), own in zip(questions, settings, strict=True):
+    settings = [Settings(**fields) for _, fields, _ in questions]
+    lanes, answers = cascade.lanes(settings), []
+    for (words, _, _), row_settings in zip(questions, settings, strict=True):
         [row], _ = cascade.encode([words])
-        lane = lanes[cascade.lane_of(own)]
+        lane = lanes[cascade.lane_of(row_settings)]
         scheduler = cascade.scheduler(lane.plan, lane.params, 1)
-        scheduler.admit([Request(row, own, 0, lane.numbers(own), own.stop)])
+        scheduler.admit([Request(row, row_settings, 0, lane.numbers(row_settings), row_settings.stop)])
         while scheduler.busy:
             scheduler.run()
         [(_, result)] = scheduler.finished()
-        stopped = up_to_stop(cascade.tokenizer, result.tokens, own.stop)
-        found.append((stopped[1] if stopped else cascade.tokenizer.decode(result.tokens), *result[:2]))
-    return found
+        stopped = up_to_stop(cascade.tokenizer, result.tokens, row_settings.stop)
+        answers.append((stopped[1] if stopped else cascade.tokenizer.decode(result.tokens), *result[:2]))
+    return answers
 
 
 @pytest.mark.full
@@ -90,23 +90,23 @@ def test_under_load_every_answer_is_the_same_as_alone(client, cascade, methods, 
             choice = client.completions.create(model="tiny", **body).choices[0]
             return (
                 choice.text,
-                [one["token"] for one in choice.origin],
-                [one["origin"] for one in choice.origin],
+                [piece["token"] for piece in choice.origin],
+                [piece["origin"] for piece in choice.origin],
             )
         text, tokens, origins = "", [], []
         for event in client.completions.create(model="tiny", stream=True, **body):
             text += event.choices[0].text
-            tokens += [one["token"] for one in event.choices[0].origin]
-            origins += [one["origin"] for one in event.choices[0].origin]
-            assert "".join(one["text"] for one in event.choices[0].origin) == event.choices[0].text
+            tokens += [piece["token"] for piece in event.choices[0].origin]
+            origins += [piece["origin"] for piece in event.choices[0].origin]
+            assert "".join(piece["text"] for piece in event.choices[0].origin) == event.choices[0].text
         return text, tokens, origins
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        found = list(pool.map(ask, range(len(questions))))
+        answers = list(pool.map(ask, range(len(questions))))
     wanted = expected(cascade, questions)
     assert wanted[0][0] == next(iter(cascade.generate([questions[0][0]], Settings(**questions[0][1])))).text
-    assert not [n for n, (own, right) in enumerate(zip(found, wanted, strict=True)) if own != right]
-    assert len({tuple(tokens) for _, tokens, _ in found}) > len(found) // 2
+    assert not [n for n, (answer, right) in enumerate(zip(answers, wanted, strict=True)) if answer != right]
+    assert len({tuple(tokens) for _, tokens, _ in answers}) > len(answers) // 2
 
 
 def test_streams_of_unfinished_characters_join_to_the_whole(client, full):
@@ -141,7 +141,9 @@ def test_several_answers_and_several_prompts(client, cascade):
         method="token_v3", alpha=0.3, block_size=3, temperature=1.2, seed=5, max_new_tokens=10
     )
     wanted = [
-        one.text for prompt in ("the cat", "", "a dog") for one in cascade.generate([prompt] * 3, settings)
+        output.text
+        for prompt in ("the cat", "", "a dog")
+        for output in cascade.generate([prompt] * 3, settings)
     ]
     assert [choice.text for choice in answer.choices] == wanted
     assert [choice.index for choice in answer.choices] == list(range(9)) and len(set(wanted)) > 5
@@ -170,7 +172,7 @@ def test_log_probabilities_are_those_of_the_target(client, cascade):
     whole = client.completions.create(**body).choices[0].logprobs
     parts = [event.choices[0].logprobs for event in client.completions.create(stream=True, **body)]
     joined = {
-        name: [one for part in parts for one in getattr(part, name)]
+        name: [entry for part in parts for entry in getattr(part, name)]
         for name in ("tokens", "token_logprobs", "text_offset")
     }
     assert joined["tokens"] == whole.tokens and len(whole.tokens) > 3

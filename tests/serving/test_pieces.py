@@ -21,16 +21,16 @@ def result(tokens):
 
 def joined(tokenizer, tokens, stop, cuts):
     """The pieces of tokens that come in parts, as the scheduler hands them out."""
-    pieces, found = Pieces(tokenizer, stop), []
+    pieces, parts = Pieces(tokenizer, stop), []
     for n in cuts:
         stopped = up_to_stop(tokenizer, tokens[:n], stop, goes_on=n < len(tokens))
         if stopped:
-            return found + pieces.of(result(stopped[0]), True), stopped[1]
-        found += pieces.of(result(tokens[:n]), False)
-        assert tokenizer.decode(tokens).startswith("".join(piece.text for piece in found))
+            return parts + pieces.of(result(stopped[0]), True), stopped[1]
+        parts += pieces.of(result(tokens[:n]), False)
+        assert tokenizer.decode(tokens).startswith("".join(piece.text for piece in parts))
     stopped = up_to_stop(tokenizer, tokens, stop)
     kept = stopped[0] if stopped else tokens
-    return found + pieces.of(result(kept), True), stopped[1] if stopped else tokenizer.decode(tokens)
+    return parts + pieces.of(result(kept), True), stopped[1] if stopped else tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_pieces_join_to_the_whole(tokenizer, stop):
     held = 0
     for tokens in rows:
         cuts = sorted(draw.integers(1, len(tokens) + 1, 6).tolist())
-        found, text = joined(tokenizer, tokens, stop, cuts)
-        assert "".join(piece.text for piece in found) == text
-        assert [piece.token for piece in found] == tokens[: len(found)]
+        pieces, text = joined(tokenizer, tokens, stop, cuts)
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.token for piece in pieces] == tokens[: len(pieces)]
         once, same = joined(tokenizer, tokens, stop, [])
-        held += found != once
+        held += pieces != once
         assert same == text
     assert held < len(rows) // 2  # a token's own piece seldom depends on when it came
 
@@ -74,6 +74,6 @@ def test_only_what_may_begin_a_stop_text_is_held_back():
     ):
         assert held_back(text, stop) == size
         assert not any(
-            text[n:] and one.startswith(text[n:])
-            for one, n in itertools.product(stop, range(len(text) - size))
+            text[n:] and stop_text.startswith(text[n:])
+            for stop_text, n in itertools.product(stop, range(len(text) - size))
         )

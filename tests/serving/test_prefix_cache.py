@@ -53,28 +53,28 @@ def total(url, name):
 
 
 def answers(url):
-    found = [ask(url, body) for body in ASKED]
-    assert [status for status, *_ in found] == [200] * len(ASKED)
-    return [answer for _, answer, _ in found]
+    responses = [ask(url, body) for body in ASKED]
+    assert [status for status, *_ in responses] == [200] * len(ASKED)
+    return [answer for _, answer, _ in responses]
 
 
 @pytest.fixture(scope="module")
 def plain(serve):
     """The answers of a server that keeps nothing."""
     with serve(0) as (url, _):
-        found = answers(url)
+        replies = answers(url)
         assert total(url, "vllm:prefix_cache_hits_total") == 0
-        assert all(answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0} for answer in found)
-        return found
+        assert all(answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0} for answer in replies)
+        return replies
 
 
 @pytest.mark.full
 def test_answers_equal_those_of_a_server_without_a_cache(plain, serve):
     """The batch of the verifier alone finds what the cascade's has read."""
     with serve(10**6) as (url, engine):
-        found = answers(url)
-        assert [answer["choices"] for answer in found] == [answer["choices"] for answer in plain]
-        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
+        replies = answers(url)
+        assert [answer["choices"] for answer in replies] == [answer["choices"] for answer in plain]
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in replies]
         assert cached == [0, 12, 12, 12]
         # Of three choices the second and the third find what the first has read.
         queries = [16, 3 * 18, 18, 14 + 15]  # with the token that ends each prompt
@@ -87,8 +87,8 @@ def test_answers_equal_those_of_a_server_without_a_cache(plain, serve):
 
 def test_a_small_cache_evicts_and_keeps_its_bound(plain, serve):
     with serve(5 * SEGMENT) as (url, engine):
-        found = answers(url)
-        assert [answer["choices"] for answer in found] == [answer["choices"] for answer in plain]
+        replies = answers(url)
+        assert [answer["choices"] for answer in replies] == [answer["choices"] for answer in plain]
         kept = engine.lanes[0].cascade.prefixes
         assert total(url, "speccascade:prefix_cache_bytes") == kept.bytes <= 5 * SEGMENT
         assert total(url, "speccascade:prefix_cache_evictions_total") == kept.evictions > 0

@@ -171,7 +171,7 @@ def test_sigterm_under_load_lets_running_requests_finish(served_config, tmp_path
             time.sleep(0.01)
         status, answer, headers = ask(server.url, {"prompt": "the cat"}, **key)
         assert status == 503 and answer["error"]["code"] == "draining" and headers["Retry-After"]
-        statuses = [one.result()[0] for one in begun]
+        statuses = [future.result()[0] for future in begun]
     assert server.process.wait(timeout=30) == 0
     assert set(statuses) <= {200, 503} and statuses.count(200) >= 5
     logged = [json.loads(line) for line in server.lines()]
@@ -204,15 +204,17 @@ def test_chats_and_several_models(gemma_pair, served_config, tmp_path, make_serv
     ]
     asked = {"model": "chatty", "messages": chat, "seed": 3, "max_completion_tokens": 12}
     answer = client.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=2)
-    prompt = "".join(f"<start_of_turn>{one['role']}\n{one['content'].strip()}<end_of_turn>\n" for one in chat)
+    prompt = "".join(
+        f"<start_of_turn>{message['role']}\n{message['content'].strip()}<end_of_turn>\n" for message in chat
+    )
     cascade = speccascade_jax.load(str(config))
     settings = Settings(
         method="token_v3", alpha=0.3, block_size=2, temperature=1.0, seed=3, max_new_tokens=12
     )
-    wanted = [one.text for one in cascade.generate([prompt + "<start_of_turn>model\n"] * 2, settings)]
+    wanted = [output.text for output in cascade.generate([prompt + "<start_of_turn>model\n"] * 2, settings)]
     assert [choice.message.content for choice in answer.choices] == wanted
     scores = answer.choices[0].logprobs.content
-    assert "".join(one.token for one in scores) == wanted[0] and len(scores[0].top_logprobs) == 2
+    assert "".join(score.token for score in scores) == wanted[0] and len(scores[0].top_logprobs) == 2
     events = list(client.chat.completions.create(**asked, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events) == wanted[0]
@@ -280,19 +282,19 @@ def test_load_measures_a_server_against_decode(served_config, tmp_path, monkeypa
     assert all(
         sentence in said for sentence in ("starting the servers", "throughput: 1 of 9", "latency: 2 of 3")
     )
-    found = json.loads(out.read_text())
+    report = json.loads(out.read_text())
     for name in ("saturated", "one_at_a_time"):
-        assert (found[name]["accepted"], found[name]["lost"]) == (3 * 6, 0)
-        assert found[name]["tokens_per_second"] > 0
-    least, own, most = (found["saturated"][name] for name in ("least", "ours_to_decode.py", "most"))
-    assert least <= own <= most
-    assert found["times"]["round_ms"] > 0 and found["times"]["request_ms"] >= 0
+        assert (report[name]["accepted"], report[name]["lost"]) == (3 * 6, 0)
+        assert report[name]["tokens_per_second"] > 0
+    least, ratio, peak = (report["saturated"][name] for name in ("least", "ours_to_decode.py", "most"))
+    assert least <= ratio <= peak
+    assert report["times"]["round_ms"] > 0 and report["times"]["request_ms"] >= 0
     for name in ("half_load", "load_120"):
-        assert found[f"{name}, simulated over measured"]["whole_ms_p50"] > 0
-        assert found[name]["lost"] == 0 and found[name]["requests"] == (
-            found[name]["accepted"] + found[name]["refused_429"]
+        assert report[f"{name}, simulated over measured"]["whole_ms_p50"] > 0
+        assert report[name]["lost"] == 0 and report[name]["requests"] == (
+            report[name]["accepted"] + report[name]["refused_429"]
         )
-    assert found["load_120"]["megabytes"]
+    assert report["load_120"]["megabytes"]
 
 
 @pytest.mark.full

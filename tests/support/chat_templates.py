@@ -222,7 +222,7 @@ def published(folder, family, template=None):
             vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         ),
     )
-    specials = [one for one in (bos, eos, *turns) if one]
+    specials = [token for token in (bos, eos, *turns) if token]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
     if bos is not None:
@@ -242,6 +242,6 @@ def published(folder, family, template=None):
         )
     )
     (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [tokenizer.token_to_id(one) for one in (eos, specials[-1])]})
+        json.dumps({"eos_token_id": [tokenizer.token_to_id(token) for token in (eos, specials[-1])]})
     )
     return folder / "tokenizer.json"

@@ -65,7 +65,7 @@ class Reference:
 
     def logits(self, text, read):
         """[T, V] after each token of a text [T] of which the verifier has read the first `read` tokens."""
-        c, features, outputs, keys, values, found = self.config, self.features(text), [], [], [], []
+        c, features, outputs, keys, values, laws = self.config, self.features(text), [], [], [], []
         for place, token in enumerate(text):
             feature = np.zeros(c.d_model)
             if place:
@@ -95,5 +95,5 @@ class Reference:
             law[np.arange(len(scores)) + self.arrays.get(("offsets",), np.zeros(len(scores))).astype(int)] = (
                 scores
             )
-            found.append(law)
-        return np.array(found)
+            laws.append(law)
+        return np.array(laws)

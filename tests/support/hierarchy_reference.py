@@ -27,7 +27,7 @@ class Written(NamedTuple):
     """A token of a block, with the law handed up with it."""
 
     token: int
-    own: Law  # from untransformed distributions, which rules read
+    untransformed: Law  # from untransformed distributions, which rules read
     sampled: Law
     level: int = 0
     kind: int = MODEL
@@ -77,8 +77,8 @@ def every(run: Callable[[Choices], Any]) -> dict[Any, float]:
     law, path = defaultdict(float), []
     while path is not None:
         choices = Choices(path)
-        found = run(choices)
-        law[found] += choices.mass
+        outcome = run(choices)
+        law[outcome] += choices.mass
         taken = choices.taken
         while taken and taken[-1][0] + 1 == taken[-1][1]:
             taken.pop()
@@ -159,12 +159,14 @@ class Hierarchy:
         probs = probs / probs.sum()
         return tuple(map(float, probs)), tuple(map(float, transform(probs, **self.options)))
 
-    def raised(self, level: int, own: Law | None, sampled: Law | None, state: Context) -> tuple[Law, Law]:
+    def raised(
+        self, level: int, untransformed: Law | None, sampled: Law | None, state: Context
+    ) -> tuple[Law, Law]:
         """What level's rule makes of the laws handed up; a lossless level does not need them."""
         p, shaped = self.model(level, state)
         if self.lossless(level):
             return p, shaped
-        q, p, qs, ps = map(np.array, (own, p, sampled, shaped))
+        q, p, qs, ps = map(np.array, (untransformed, p, sampled, shaped))
         rule = self.methods[level - 1]
         how = self.alphas[level - 1], self.options["temperature"] == 0
         return (
@@ -194,10 +196,10 @@ class Hierarchy:
             left = need - len(block)
             here = context + tokens(block)
             if level == 0:
-                own, sampled = self.model(0, self.state(here))
+                untransformed, sampled = self.model(0, self.state(here))
                 token = choices.draw(0, len(here), sampled)
                 choices.count(0, passes=1)
-                block += (Written(token, own, sampled),)
+                block += (Written(token, untransformed, sampled),)
             else:
                 block += self.round(level, here, left, None if surplus else left, choices)
         return block
@@ -231,8 +233,8 @@ class Hierarchy:
     ) -> Block:
         if not isinstance(choices, Choices):
             return self.block(level, context, need, surplus, choices, past_eos)
-        found, chances = self.blocks(level, self.state(context), need, surplus)
-        return found[choices.among(chances)]
+        drafts, chances = self.blocks(level, self.state(context), need, surplus)
+        return drafts[choices.among(chances)]
 
     def blocks(self, level: int, state: Context, need: int, surplus: bool):
         """The law of block(), made once for all paths that come by."""
@@ -249,18 +251,18 @@ class Hierarchy:
 
     def verified(self, level: int, context: Context, draft: Block, beyond: Written | None, choices) -> Block:
         written: Block = ()
-        for one in draft:
+        for entry in draft:
             here = context + tokens(written)
-            law = self.raised(level, one.own, one.sampled, self.state(here))
+            law = self.raised(level, entry.untransformed, entry.sampled, self.state(here))
             accepted, span = choices.accepts(
-                level, len(here), one.sampled[one.token], law[1][one.token], self.reused(one.span)
+                level, len(here), entry.sampled[entry.token], law[1][entry.token], self.reused(entry.span)
             )
             if not accepted:
-                rest = np.maximum(np.subtract(law[1], one.sampled), 0)
+                rest = np.maximum(np.subtract(law[1], entry.sampled), 0)
                 token = choices.draw(level, len(here), rest)
-                return (*written, self.corrected(token, law, one, rest, level, span))
-            written += (self.accepted(law, one, span),)
-            if one.token == self.eos:
+                return (*written, self.corrected(token, law, entry, rest, level, span))
+            written += (self.accepted(law, entry, span),)
+            if entry.token == self.eos:
                 return written
         law = self.bonus_law(level, beyond, context + tokens(written))
         token = choices.draw(level, len(context) + len(written), law[1])
@@ -272,10 +274,10 @@ class Hierarchy:
         """What is known of the uniform that decides on a token: it is fresh, whatever decided below."""
         return 0.0, 1.0
 
-    def accepted(self, law, one: Written, span) -> Written:
-        return Written(one.token, *law, one.level, DRAFT)
+    def accepted(self, law, entry: Written, span) -> Written:
+        return Written(entry.token, *law, entry.level, DRAFT)
 
-    def corrected(self, token: int, law, one: Written, rest, level: int, span) -> Written:
+    def corrected(self, token: int, law, entry: Written, rest, level: int, span) -> Written:
         return Written(token, *law, level, CORRECTION)
 
     def bonus_law(self, level: int, beyond: Written | None, context: Context) -> tuple[Law, Law]:
@@ -300,10 +302,10 @@ class Hierarchy:
             open_texts = grown
         return dict(texts)
 
-    def decoded(self, prompt: Context, most: int, uniforms: Uniforms) -> Block:
+    def decoded(self, prompt: Context, limit: int, uniforms: Uniforms) -> Block:
         block: Block = ()
-        while len(block) < most and not self.ended(block):
-            block += self.round(len(self.sizes), prompt + tokens(block), None, most - len(block), uniforms)
+        while len(block) < limit and not self.ended(block):
+            block += self.round(len(self.sizes), prompt + tokens(block), None, limit - len(block), uniforms)
         return block
 
 
@@ -316,8 +318,8 @@ def hashed(context: Context) -> int:
     return sum((token + 1) * (7 * n * n + n + 1) for n, token in enumerate(context)) % MODULUS
 
 
-def deviation(found: dict[Context, float], right: dict[Context, float]) -> float:
-    return max(abs(found.get(text, 0.0) - right.get(text, 0.0)) for text in {*found, *right})
+def deviation(law: dict[Context, float], right: dict[Context, float]) -> float:
+    return max(abs(law.get(text, 0.0) - right.get(text, 0.0)) for text in {*law, *right})
 
 
 class AsABlock(Hierarchy):
@@ -325,11 +327,13 @@ class AsABlock(Hierarchy):
 
     def verified(self, level, context, draft, beyond, choices):
         laws, rests, weight, chances = [], [], 1.0, []
-        for n, one in enumerate(draft):
-            law = self.raised(level, one.own, one.sampled, self.state(context + tokens(draft[:n])))
-            rest = np.maximum(weight * np.array(law[1]) - one.sampled, 0)
+        for n, entry in enumerate(draft):
+            law = self.raised(
+                level, entry.untransformed, entry.sampled, self.state(context + tokens(draft[:n]))
+            )
+            rest = np.maximum(weight * np.array(law[1]) - entry.sampled, 0)
             chances.append(self.chance(weight, rest.sum()))
-            weight = self.weight(weight, law[1][one.token] / one.sampled[one.token])
+            weight = self.weight(weight, law[1][entry.token] / entry.sampled[entry.token])
             laws.append(law)
             rests.append(rest)
         written, chances = (), [*chances[1:], weight]
@@ -337,8 +341,8 @@ class AsABlock(Hierarchy):
             if choices.stands(level, len(context) + number - 1, chances[number - 1]):
                 written = tuple(map(self.accepted, laws[:number], draft, [(0.0, 1.0)] * number))
                 break
-        for number, one in enumerate(written):
-            if one.token == self.eos:
+        for number, entry in enumerate(written):
+            if entry.token == self.eos:
                 return written[: number + 1]
         here = len(context) + len(written)
         if len(written) == len(draft):
@@ -363,9 +367,9 @@ class Stopping(AsABlock):
 
     def submitted(self, level, drafted, size):
         draft, beyond = super().submitted(level, drafted, size)
-        for n, one in enumerate(draft):
-            if level == 1 and n and max(one.sampled) < 0.5:
-                return draft[:n], one
+        for n, entry in enumerate(draft):
+            if level == 1 and n and max(entry.sampled) < 0.5:
+                return draft[:n], entry
         return draft, beyond
 
 
@@ -375,16 +379,16 @@ class Stopping(AsABlock):
 class LowerLaw(Hierarchy):
     """Tokens that came from below keep the law they came with."""
 
-    def accepted(self, law, one, span):
-        return super().accepted(one[1:3], one, span)
+    def accepted(self, law, entry, span):
+        return super().accepted(entry[1:3], entry, span)
 
 
 class ResidualLaw(Hierarchy):
     """Replaced tokens are handed up with the residual, which they were drawn from."""
 
-    def corrected(self, token, law, one, rest, level, span):
+    def corrected(self, token, law, entry, rest, level, span):
         residual = tuple(map(float, rest / rest.sum()))
-        return super().corrected(token, (residual, residual), one, rest, level, span)
+        return super().corrected(token, (residual, residual), entry, rest, level, span)
 
 
 class ReusedUniform(Hierarchy):
@@ -393,11 +397,11 @@ class ReusedUniform(Hierarchy):
     def reused(self, span):
         return span
 
-    def accepted(self, law, one, span):
-        return super().accepted(law, one, span)._replace(span=span)
+    def accepted(self, law, entry, span):
+        return super().accepted(law, entry, span)._replace(span=span)
 
-    def corrected(self, token, law, one, rest, level, span):
-        return super().corrected(token, law, one, rest, level, span)._replace(span=span)
+    def corrected(self, token, law, entry, rest, level, span):
+        return super().corrected(token, law, entry, rest, level, span)._replace(span=span)
 
 
 class BonusFromP(Hierarchy):
@@ -412,9 +416,9 @@ class Picky(Hierarchy):
 
     def submitted(self, level, drafted, size):
         draft, beyond = super().submitted(level, drafted, size)
-        for n, one in enumerate(draft):
-            if n and one.sampled[one.token] < 0.3:
-                return draft[:n], one
+        for n, entry in enumerate(draft):
+            if n and entry.sampled[entry.token] < 0.3:
+                return draft[:n], entry
         return draft, beyond
 
 

@@ -272,4 +272,4 @@ def quick(*parameters, among):
 
 def with_rules(hierarchies):
     """Each with one of the rules of handing over."""
-    return [(*one, HAND_OVERS[number % 3]) for number, one in enumerate(hierarchies)]
+    return [(*case, HAND_OVERS[number % 3]) for number, case in enumerate(hierarchies)]

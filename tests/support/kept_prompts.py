@@ -66,7 +66,7 @@ def served(programs, kept, asked, rows=3):
     and how many tokens of each prompt it has found."""
     scheduler = Continuous(programs, rows, Letters(), bucket, WIDTH, kept)
     scheduler.precompile([WIDTH])
-    before, found, waiting, ids = programs.clock.compilations, {}, [*asked], []
+    before, results, waiting, ids = programs.clock.compilations, {}, [*asked], []
     while waiting or scheduler.busy:
         arrived, waiting = waiting[:2], waiting[2:]
         ids += scheduler.admit(arrived)
@@ -74,10 +74,10 @@ def served(programs, kept, asked, rows=3):
         scheduler.run(rounds=3)
         for number in dropped:
             scheduler.cancel(number)
-        found |= dict(scheduler.finished())
+        results |= dict(scheduler.finished())
         assert kept is None or kept.bytes <= kept.limit
     assert programs.clock.compilations == before
-    return [found[number] for number in ids], [scheduler.cached[number] for number in ids]
+    return [results[number] for number in ids], [scheduler.cached[number] for number in ids]
 
 
 class Case:
@@ -91,9 +91,9 @@ class Case:
 
 def decoded(programs, kept, asked, rows, others=()):
     scheduler = Scheduler(programs, rows, Letters(), bucket, None, kept)
-    ids, found = scheduler.admit(asked), {}
+    ids, results = scheduler.admit(asked), {}
     scheduler.prompts.expect([*zip(ids, asked, strict=True)], others)
     while scheduler.busy:
         scheduler.run()
-        found |= dict(scheduler.finished())
-    return [found[number] for number in ids]
+        results |= dict(scheduler.finished())
+    return [results[number] for number in ids]

@@ -17,9 +17,9 @@ def followed(source, text, longest=3):
     return list(after), max(best, in_text)
 
 
-def common(one, other, longest):
+def common(prefix, other, longest):
     count = 0
-    while count < min(longest, len(one), len(other)) and one[-1 - count] == other[-1 - count]:
+    while count < min(longest, len(prefix), len(other)) and prefix[-1 - count] == other[-1 - count]:
         count += 1
     return count
 
@@ -65,25 +65,27 @@ def token_v3_law(law_after, source, prompt, block_size, alpha, steps, eos):
     return texts
 
 
-def chooses(found, match, limit, seen):
+def chooses(lookup, match, limit, seen):
     """Whether a round is looked up, where `limit` tokens would be drafted otherwise."""
     tested, kept, found_tested, found_kept = seen
-    own = (kept + 8 * 0.8) / (tested + 8)
+    acceptance = (kept + 8 * 0.8) / (tested + 8)
     looked_up = (found_kept + 8 * LOOKED_UP) / (found_tested + 8)
-    yields = [sum(a**n for n in range(count + 1)) for a, count in ((looked_up, len(found)), (own, limit))]
-    return bool(found) and match >= 2 and yields[0] >= yields[1] - 1e-9
+    yields = [
+        sum(a**n for n in range(count + 1)) for a, count in ((looked_up, len(lookup)), (acceptance, limit))
+    ]
+    return bool(lookup) and match >= 2 and yields[0] >= yields[1] - 1e-9
 
 
 LOOKED_UP = 0.93
 """Of the tests: more than the package's, so that a short text has rounds of both kinds."""
 
 
-def seen_after(seen, found, match, written, looked_up, drafted, accepted):
+def seen_after(seen, lookup, match, written, looked_up, drafted, accepted):
     """What a row knows after a round that has `written` these tokens."""
-    known = min(len(found), len(written)) if match >= 2 else 0
-    same = next((n for n in range(known) if found[n] != written[n]), known)
-    own = (0, 0) if looked_up else (accepted + (accepted < drafted), accepted)
-    return tuple(a + b for a, b in zip(seen, (*own, same + (same < known), same), strict=True))
+    known = min(len(lookup), len(written)) if match >= 2 else 0
+    same = next((n for n in range(known) if lookup[n] != written[n]), known)
+    drafter_counts = (0, 0) if looked_up else (accepted + (accepted < drafted), accepted)
+    return tuple(a + b for a, b in zip(seen, (*drafter_counts, same + (same < known), same), strict=True))
 
 
 def greedy_choices(source, prompt, text, size, eos, likeliest):
@@ -92,9 +94,9 @@ def greedy_choices(source, prompt, text, size, eos, likeliest):
     seen, at, counts = (0, 0, 0, 0), 0, [0, 0, 0, 0]
     while at < len(text):
         before = [*prompt, *text[:at]]
-        found, match = drafted(source, before, size, eos), followed(source, before)[1]
-        looked_up = chooses(found, match, size, seen)
-        draft = list(found)
+        lookup, match = drafted(source, before, size, eos), followed(source, before)[1]
+        looked_up = chooses(lookup, match, size, seen)
+        draft = list(lookup)
         if not looked_up:
             draft = []
             while len(draft) < size:
@@ -104,7 +106,7 @@ def greedy_choices(source, prompt, text, size, eos, likeliest):
             same += 1
         written = text[at : at + same + 1]
         accepted = min(same, len(written))
-        seen = seen_after(seen, found, match, written, looked_up, len(draft), accepted)
+        seen = seen_after(seen, lookup, match, written, looked_up, len(draft), accepted)
         for n, count in enumerate((1, len(draft), accepted, looked_up)):
             counts[n] += count
         at += len(written)
@@ -122,13 +124,13 @@ def choice_law(q_after, p_after, rule, source, prompt, size, steps, eos):
             return
         before = [*prompt, *text]
         if state is None:
-            found, match = drafted(source, before, size, eos), followed(source, before)[1]
+            lookup, match = drafted(source, before, size, eos), followed(source, before)[1]
             limit = size
-            state = found, match, chooses(found, match, limit, seen), len(text)
-        found, match, looked_up, begin = state
-        place, count = len(text) - begin, len(found) if looked_up else size
+            state = lookup, match, chooses(lookup, match, limit, seen), len(text)
+        lookup, match, looked_up, begin = state
+        place, count = len(text) - begin, len(lookup) if looked_up else size
         q = q_after(before)
-        q = np.eye(len(q))[found[place]] if looked_up and place < count else q
+        q = np.eye(len(q))[lookup[place]] if looked_up and place < count else q
         pi = rule(q, p_after(before))
         for token in range(len(q)):
             stands = min(q[token], pi[token]) if place < count else 0.0
@@ -136,7 +138,7 @@ def choice_law(q_after, p_after, rule, source, prompt, size, steps, eos):
                 write((*text, token), mass * stands, seen, state)
             if pi[token] - stands > 1e-12:
                 written = (*text[begin:], token)
-                after = seen_after(seen, found, match, written, looked_up, count, place)
+                after = seen_after(seen, lookup, match, written, looked_up, count, place)
                 write((*text, token), mass * (pi[token] - stands), after, None)
 
     write((), 1.0, (0, 0, 0, 0), None)

@@ -51,8 +51,8 @@ def check_members(network, params, writes_for):
         assert hash(member) == hash(type(member)(network, number))
         logits, cache = in_blocks(member, params, text, [1, 7, 16], start)
         np.testing.assert_allclose(logits, expected[number], atol=2e-5)
-        for other, one in enumerate(network.members):
-            grown = np.asarray(one.length(cache) - one.length(start))
+        for other, peer in enumerate(network.members):
+            grown = np.asarray(peer.length(cache) - peer.length(start))
             assert (grown == (SIZE if other in writes_for(number) else 0)).all()
         assert (cache.length - start.length).tolist() == [SIZE] * 3
     far = max(np.abs(a - b).max() for a in expected for b in expected)
@@ -61,14 +61,14 @@ def check_members(network, params, writes_for):
 
 def check_full(network, params, part, member):
     """`part` of the parameters is the plain model, and `member` decodes and trains as that, bit for bit."""
-    plain, own = network.full, params[part]
-    expected, _ = in_blocks(plain, own, TARGET, [3, 1, 26], prefilled(plain, own))
+    plain, part_params = network.full, params[part]
+    expected, _ = in_blocks(plain, part_params, TARGET, [3, 1, 26], prefilled(plain, part_params))
     for full in (network, member):
-        found, _ = in_blocks(full, params, TARGET, [3, 1, 26], prefilled(full, params))
-        np.testing.assert_array_equal(found, expected)
+        logits, _ = in_blocks(full, params, TARGET, [3, 1, 26], prefilled(full, params))
+        np.testing.assert_array_equal(logits, expected)
     np.testing.assert_array_equal(
         jax.jit(network.forced)(params, SOURCE, LENGTH, TARGET),
-        jax.jit(plain.forced)(own, SOURCE, LENGTH, TARGET),
+        jax.jit(plain.forced)(part_params, SOURCE, LENGTH, TARGET),
     )
 
 
@@ -97,8 +97,8 @@ def check_interleaved(network, params, writes_for, rounds=14):
         np.testing.assert_allclose(logits, expected[number][rows, places], atol=2e-5)
         for other in writes_for(number):
             covered[other] = np.maximum(covered[other], covered[number] + size)
-        found = np.stack([np.asarray(one.length(cache)) for one in network.members])
-        np.testing.assert_array_equal(found - begin, covered)
+        lengths = np.stack([np.asarray(member.length(cache)) for member in network.members])
+        np.testing.assert_array_equal(lengths - begin, covered)
         np.testing.assert_array_equal(np.asarray(cache.length) - begin, covered.max(axis=0))
     assert ragged > 3
 
@@ -125,11 +125,11 @@ def check_rows(network, params):
     for member, extend in zip(network.members, extends, strict=True):
         ahead = np.asarray(member.length(cache)) - begins[order]
         tokens = np.stack([text[row, n : n + 5] for row, n in zip(order, ahead, strict=True)])
-        found, _ = extend(params, tokens, cache)
+        logits, _ = extend(params, tokens, cache)
         for place, row in enumerate(order[:2]):
             alone, _ = begun(np.array([row]))
             expected, _ = extend(params, tokens[place : place + 1], alone)
-            np.testing.assert_allclose(found[place], expected[0], atol=2e-5)
+            np.testing.assert_allclose(logits[place], expected[0], atol=2e-5)
 
 
 def products(function, *arguments):

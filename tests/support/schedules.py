@@ -20,13 +20,13 @@ class Letters(Digits):
 
 def run(scheduler, requests, rounds=None):
     """The result of each request, by its place in the list."""
-    ids, found = scheduler.admit(requests), {}
+    ids, results = scheduler.admit(requests), {}
     while scheduler.busy:
         scheduler.run(rounds)
         for number, result in scheduler.finished():
-            assert number not in found
-            found[number] = result
-    return [found[number] for number in ids]
+            assert number not in results
+            results[number] = result
+    return [results[number] for number in ids]
 
 
 def alone(programs, requests, bucket):
@@ -39,7 +39,7 @@ def calls(programs, monkeypatch):
     named, real = [], programs.call
 
     def call(program, *rest):
-        named.append(next(key[0] for key, own in programs.compiled.items() if own is program))
+        named.append(next(key[0] for key, executable in programs.compiled.items() if executable is program))
         return real(program, *rest)
 
     monkeypatch.setattr(programs, "call", call)

@@ -115,13 +115,13 @@ def check_served(cascade, prompts, config, shares=False):
     cascade.prefixes = PrefixCache(10**6)
     served, bodies = ServedModel("pair", config, cascade, ("opt", "speculative"), 2, 4), []
     for n, prompt in enumerate(prompts):
-        own = {"method": "opt", "alpha": 0.1} if n % 2 else {"method": "speculative", "alpha": 0.0}
-        own |= {"seed": n, "temperature": (0.0, 1.0, 0.7)[n % 3], "block_size": 1 + n % config.block_size}
-        bodies.append({"prompt": prompt, **own})
+        options = {"method": "opt", "alpha": 0.1} if n % 2 else {"method": "speculative", "alpha": 0.0}
+        options |= {"seed": n, "temperature": (0.0, 1.0, 0.7)[n % 3], "block_size": 1 + n % config.block_size}
+        bodies.append({"prompt": prompt, **options})
     with serving(served) as (url, _), concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
         streams = pool.map(lambda body: streamed(url, body), bodies[::2])
         answers = pool.map(lambda body: ask(url, body)[1]["choices"][0]["text"], bodies[1::2])
-        found = [*streams], [*answers]
+        texts = [*streams], [*answers]
         metrics = ask(url, path="/metrics")[1].splitlines()
     hits = sum(
         float(line.split()[-1]) for line in metrics if line.startswith("vllm:prefix_cache_hits_total{")
@@ -132,20 +132,20 @@ def check_served(cascade, prompts, config, shares=False):
         settings = dataclasses.replace(served.defaults, **{k: v for k, v in body.items() if k != "prompt"})
         [output] = cascade.generate([body["prompt"]], settings)
         alone.append(output.text)
-    assert found == (alone[::2], alone[1::2])
+    assert texts == (alone[::2], alone[1::2])
     assert len(set(alone)) > len(alone) // 2  # rows are unlike each other
 
 
 def raw(url, body, path="/v1/completions", length=None):
     """A socket on which a request has been sent; length: what its header says."""
     host, port = url.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)), timeout=60)
-    found.sendall(
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode()
         + body
     )
-    return found
+    return connection
 
 
 def gauges(url):

@@ -113,7 +113,7 @@ def greedy(model, params, count=12):
 def their_texts(theirs, count=12):
     """What transformers' generate() writes for each of PROMPTS, as greedy() has it; those of one length at
     once, so that none is padded."""
-    torch, found = pytest.importorskip("torch"), np.full((len(PROMPTS), count), -1)
+    torch, tokens = pytest.importorskip("torch"), np.full((len(PROMPTS), count), -1)
     for length in np.unique(PROMPT_LENGTHS):
         rows = np.flatnonzero(length == PROMPT_LENGTHS)
         prompts = torch.tensor(PROMPTS[rows, :length].astype(np.int64))
@@ -128,8 +128,8 @@ def their_texts(theirs, count=12):
             ).numpy()
         texts = texts[:, 1 if theirs.config.is_encoder_decoder else length :]
         ended = np.cumsum(texts == 1, axis=1) - (texts == 1) > 0
-        found[rows, : texts.shape[1]] = np.where(ended, -1, texts)
-    return found
+        tokens[rows, : texts.shape[1]] = np.where(ended, -1, texts)
+    return tokens
 
 
 def transformers_t5(config, seed=0):

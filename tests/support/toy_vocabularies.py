@@ -61,11 +61,11 @@ def shortest(text, pieces):
     """The ids of the fewest pieces that spell `text`; of several the smallest ids."""
     words = [n for n, piece in enumerate(pieces) if piece not in (END, PADDING)]
     for count in itertools.count(1):
-        found = [
+        spellings = [
             ids for ids in itertools.product(words, repeat=count) if "".join(pieces[n] for n in ids) == text
         ]
-        if found:
-            return list(min(found))
+        if spellings:
+            return list(min(spellings))
 
 
 class BranchingTable(TableLM):
@@ -80,20 +80,23 @@ class BranchingTable(TableLM):
 
 
 class Pair:
-    """A drafter of `own` pieces and a verifier of `target` pieces with `padded` more rows of logits each."""
+    """A drafter of `drafter` pieces and a verifier of `target` pieces with `padded` more rows of logits
+    each."""
 
-    def __init__(self, target=TARGET, own=OWN, padded=0, seeds=(39, 40)):
-        self.target, self.own = Words(target), Words(own)
+    def __init__(self, target=TARGET, drafter=OWN, padded=0, seeds=(39, 40)):
+        self.target, self.drafter = Words(target), Words(drafter)
         self.size = len(target) + padded
-        self.tables = table(seeds[0], len(own) + padded), table(seeds[1], self.size)
+        self.tables = table(seeds[0], len(drafter) + padded), table(seeds[1], self.size)
 
     def own_context(self, prompt, text):
         """What the drafter has read: its own tokens of the prompt, then those of each token after it."""
-        context = [0, *self.own.cut(self.target.text(prompt))]
+        context = [0, *self.drafter.cut(self.target.text(prompt))]
         for token in text:
             piece = self.target.words[token] if token < self.target.size else PADDING
             context += (
-                [self.own.words.index(piece)] if piece in self.own.words else shortest(piece, self.own.words)
+                [self.drafter.words.index(piece)]
+                if piece in self.drafter.words
+                else shortest(piece, self.drafter.words)
             )
         return context
 
@@ -103,16 +106,16 @@ class Pair:
 
     def common(self, q):
         """q over the target's vocabulary, not renormalised."""
-        found = np.zeros(self.size)
+        probs = np.zeros(self.size)
         for token, piece in enumerate(self.target.words):
-            if piece in self.own.words and self.target.words.index(piece) == token:
-                found[token] = q[self.own.words.index(piece)]
-        return found
+            if piece in self.drafter.words and self.target.words.index(piece) == token:
+                probs[token] = q[self.drafter.words.index(piece)]
+        return probs
 
     def tli(self, prompt):
         def law(context):
-            found = self.common(self.raw(prompt, context[1 + len(prompt) :]))
-            return found / found.sum()
+            probs = self.common(self.raw(prompt, context[1 + len(prompt) :]))
+            return probs / probs.sum()
 
         return law
 
@@ -121,7 +124,10 @@ class Pair:
 
     def law(self, methods, alphas, prompt, **options):
         """The law of texts with TLI; more tables above the pair's may be in `above`."""
-        above = [lambda context, own=own: table_law(own, *context[-2:]) for own in options.pop("above", ())]
+        above = [
+            lambda context, logits=logits: table_law(logits, *context[-2:])
+            for logits in options.pop("above", ())
+        ]
         drafter = (self.psi if options.pop("slrs", False) else self.tli)(prompt)
         return text_law(
             [drafter, self.verifier, *above],
@@ -137,26 +143,26 @@ class Pair:
         """How probable it is that what the drafter writes begins with each token, as the longest match."""
 
         def law(context):
-            found = np.zeros(self.size)
+            probs = np.zeros(self.size)
 
-            def write(own, text, mass):
-                for token, chance in enumerate(table_law(self.tables[0], *own[-2:])):
-                    piece = self.own.words[token] if token < self.own.size else PADDING
-                    if piece == PADDING or self.own.words.index(piece) < token:
+            def write(history, text, mass):
+                for token, chance in enumerate(table_law(self.tables[0], *history[-2:])):
+                    piece = self.drafter.words[token] if token < self.drafter.size else PADDING
+                    if piece == PADDING or self.drafter.words.index(piece) < token:
                         continue  # of several tokens with one text the lowest is written
                     if piece != END and any(w.startswith(text + piece) and w != text + piece for w in words):
-                        write([*own, token], text + piece, mass * chance)
+                        write([*history, token], text + piece, mass * chance)
                         continue
                     whole = text if piece == END else text + piece
                     match = max((w for w in words if whole.startswith(w)), key=len, default=None)
                     if piece == END and not text:
                         match = END
                     if match is not None:
-                        found[self.target.words.index(match)] += mass * chance
+                        probs[self.target.words.index(match)] += mass * chance
 
             words = [w for w in self.target.words if w not in (PADDING, END)]
             write(self.own_context(prompt, context[1 + len(prompt) :]), "", 1.0)
-            return found / found.sum()
+            return probs / probs.sum()
 
         return law
 
@@ -165,7 +171,7 @@ class Pair:
         drafter, params = translated(
             BranchingTable(self.tables[0].shape[0]),
             self.tables[0],
-            self.own,
+            self.drafter,
             self.target,
             self.size,
             None,
@@ -194,11 +200,11 @@ class Pair:
         **options,
     ):
         """The compiled loop: its result, and which prompt each row has. markers: of every row."""
-        (drafter, verifier), (own, params) = self.models(union, slrs)
-        params = own, params
+        (drafter, verifier), (drafter_params, params) = self.models(union, slrs)
+        params = drafter_params, params
         which = np.arange(rows) % len(prompts)
         tokens = np.zeros((rows, max(map(len, prompts))), np.int32)
-        reads = [self.own.cut(self.target.text(prompt)) for prompt in prompts]
+        reads = [self.drafter.cut(self.target.text(prompt)) for prompt in prompts]
         read = np.zeros((rows, drafter.reads(tokens.shape[1])), np.int32)
         for n, (prompt, ids) in enumerate(zip(prompts, reads, strict=True)):
             tokens[which == n, : len(prompt)] = prompt

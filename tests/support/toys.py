@@ -279,7 +279,7 @@ def sequence_law(
     """
     laws = [cache(partial(table_law, logits)) for logits in tables]
     return text_law(
-        [lambda context, own=own: own(*context[-2:]) for own in laws],
+        [lambda context, law=law: law(*context[-2:]) for law in laws],
         methods,
         alphas,
         prompt,
@@ -315,18 +315,18 @@ def text_law(
 
     @cache
     def law(context: tuple[int, ...]) -> tuple[float, ...]:
-        own, sampled = None, None
+        untransformed, sampled = None, None
         leniences = alphas(context[1 + len(prompt) :]) if callable(alphas) else alphas
         for level, model in enumerate(laws):
             probs = model(context)
             shaped = transform(probs, temperature, **truncations)
             if level == 0:
-                own, sampled = probs, shaped
+                untransformed, sampled = probs, shaped
             else:
                 rule = (methods[level - 1], leniences[level - 1], temperature == 0)
-                own, sampled = (
-                    target(rule[0], own, probs, own, probs, *rule[1:]),
-                    target(rule[0], own, probs, sampled, shaped, *rule[1:]),
+                untransformed, sampled = (
+                    target(rule[0], untransformed, probs, untransformed, probs, *rule[1:]),
+                    target(rule[0], untransformed, probs, sampled, shaped, *rule[1:]),
                 )
         return tuple(sampled)
 
@@ -363,26 +363,26 @@ def block_law(tables, at, prompt, **options) -> dict[tuple[int, ...], float]:
         of_two = cache(partial(table_law, logits))
         return lambda text: of_two(*(0, *text)[-2:])
 
-    own = [cache(made) if callable(made) else law_of(made) for made in tables]
+    laws = [cache(made) if callable(made) else law_of(made) for made in tables]
 
     def drafted(context, place):
         text = context[1:]
-        return own[0](text[: len(text) - place])[place] if at_once else own[0](text)
+        return laws[0](text[: len(text) - place])[place] if at_once else laws[0](text)
 
-    return placed_law([drafted, lambda context, place: own[1](context[1:])], at, prompt, **options)
+    return placed_law([drafted, lambda context, place: laws[1](context[1:])], at, prompt, **options)
 
 
 def law_as_a_whole(tables, at, prompt, *, steps: int, eos: int) -> dict[tuple[int, ...], float]:
     """As block_law, at temperature 1, of drafts that are verified as a whole, by the definition (Sun et al.,
     Algorithm 2, with pi for their target): round by round, every draft and every number of its tokens that
     may stand."""
-    at_once, most = tables[0].ndim > 3, len(at) - 1
-    own = [cache(partial(table_law, logits)) for logits in tables]
+    at_once, gamma = tables[0].ndim > 3, len(at) - 1
+    laws = [cache(partial(table_law, logits)) for logits in tables]
     masses: dict[tuple[int, ...], float] = {(): 1.0}
     texts: dict[tuple[int, ...], float] = {}
 
     def drafts(q, done=()):
-        if len(done) == most or done[-1:] == (eos,):
+        if len(done) == gamma or done[-1:] == (eos,):
             yield done, 1.0
             return
         for v, chance in enumerate(q(done)):
@@ -398,12 +398,12 @@ def law_as_a_whole(tables, at, prompt, *, steps: int, eos: int) -> dict[tuple[in
         whole, mass = (0, *prompt, *text), masses.pop(text)
 
         def q(done, whole=whole):
-            return own[0](*whole[-2:])[len(done)] if at_once else own[0](*(*whole, *done)[-2:])
+            return laws[0](*whole[-2:])[len(done)] if at_once else laws[0](*(*whole, *done)[-2:])
 
         for draft, share in drafts(q):
             pi, qs = [], []
             for n in range(len(draft) + 1):
-                p = own[1](*(*whole, *draft[:n])[-2:])
+                p = laws[1](*(*whole, *draft[:n])[-2:])
                 qs.append(q(draft[:n]))
                 pi.append(at[n](qs[n], p, qs[n], p))
             weights, left = [1.0], mass * share
@@ -453,8 +453,8 @@ def placed_law(
                 ):
                     if share > 0:
                         closed, own_text = token == eos or step == steps - 1, (*text, token)
-                        found, key = (texts, own_text) if closed else (grown, (own_text, *state))
-                        found[key] = found.get(key, 0.0) + mass * share
+                        masses, key = (texts, own_text) if closed else (grown, (own_text, *state))
+                        masses[key] = masses.get(key, 0.0) + mass * share
         open_texts = grown
     return texts
 

@@ -54,17 +54,22 @@ def test_chats_are_rendered_like_transformers(family, tmp_path):
 def test_special_tokens_have_their_roles_from_the_files_next_to_it(family, tmp_path):
     bos, eos, turns = SPECIALS[family]
     path = published(tmp_path / "it", family)
-    found = Tokenizer(path)
-    ids = found.processor.tokenizer.get_vocab()
-    assert found.eos_id == found.pad_id == ids[eos] and found.bos_id == ids.get(bos, -1)
-    assert found.framed([7, 8]) == ([ids[bos]] if bos else []) + [7, 8]
-    assert found.framed([7, 8, 9], 2) == ([ids[bos], 9] if bos else [8, 9])
-    assert found.ends(None) == [turns[-1]] and found.size == len(ids)
-    assert found.decode([ids[turns[0]], *found.encode_batch(["Grüße"])[0], found.eos_id]) == "Grüße"
-    surfaces = found.surfaces()  # of bytes, whatever the file writes for them
-    (row,) = found.encode_batch(["Grüße, 東京 <think>"])
+    tokenizer = Tokenizer(path)
+    ids = tokenizer.processor.tokenizer.get_vocab()
+    assert tokenizer.eos_id == tokenizer.pad_id == ids[eos] and tokenizer.bos_id == ids.get(bos, -1)
+    assert tokenizer.framed([7, 8]) == ([ids[bos]] if bos else []) + [7, 8]
+    assert tokenizer.framed([7, 8, 9], 2) == ([ids[bos], 9] if bos else [8, 9])
+    assert tokenizer.ends(None) == [turns[-1]] and tokenizer.size == len(ids)
+    assert (
+        tokenizer.decode([ids[turns[0]], *tokenizer.encode_batch(["Grüße"])[0], tokenizer.eos_id]) == "Grüße"
+    )
+    surfaces = tokenizer.surfaces()  # of bytes, whatever the file writes for them
+    (row,) = tokenizer.encode_batch(["Grüße, 東京 <think>"])
     assert b"".join(surfaces[n].text for n in row).decode() == "Grüße, 東京 <think>"
-    assert [surfaces[n].kind for n in (found.eos_id, found.encode_batch(["x"])[0][0])] == ["eos", "piece"]
+    assert [surfaces[n].kind for n in (tokenizer.eos_id, tokenizer.encode_batch(["x"])[0][0])] == [
+        "eos",
+        "piece",
+    ]
     other = Tokenizer(published(tmp_path / "other", "gemma2")).surfaces()
     pairs = dict(matched(surfaces, other).tolist())
     assert len(pairs) > 290 and all(other[a].text == surfaces[b].text for a, b in pairs.items())

@@ -143,10 +143,10 @@ def test_pi_is_held_while_the_drafter_learns():
     pi = METHODS["mixture"].target(Scores(q, p, q, p, jnp.array(False)), 0.4)[0]
     held = jnp.log(pi)  # whose softmax is pi
     for name in DIVERGENCES:
-        found = jax.grad(distillation_loss)(logits, teacher, length, name, "mixture", 0.4, 0.5)
+        gradient = jax.grad(distillation_loss)(logits, teacher, length, name, "mixture", 0.4, 0.5)
         constant = jax.grad(distillation_loss)(logits, held, length, name, progress=0.5)
-        np.testing.assert_allclose(found, constant, atol=1e-6)
-        assert not np.any(found[1, 2]) and np.abs(found).max() > 1e-3
+        np.testing.assert_allclose(gradient, constant, atol=1e-6)
+        assert not np.any(gradient[1, 2]) and np.abs(gradient).max() > 1e-3
         to_teacher = jax.grad(distillation_loss, argnums=1)(logits, teacher, length, name, "mixture", 0.4)
         np.testing.assert_array_equal(to_teacher, 0.0)
 
@@ -155,10 +155,10 @@ def test_the_loss_is_computed_in_float32():
     rng = np.random.default_rng(1)
     logits, teacher = (jnp.asarray(3 * rng.normal(size=(2, 3, 500)), jnp.bfloat16) for _ in range(2))
     for name in DIVERGENCES:
-        found = distillation_loss(logits, teacher, jnp.array([3, 3]), name)
+        loss = distillation_loss(logits, teacher, jnp.array([3, 3]), name)
         wide = distillation_loss(*(x.astype(jnp.float32) for x in (logits, teacher)), jnp.array([3, 3]), name)
-        assert found.dtype == jnp.float32
-        np.testing.assert_array_equal(found, wide)
+        assert loss.dtype == jnp.float32
+        np.testing.assert_array_equal(loss, wide)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def batch_of(model, params, seed, rows=16):
     """Texts that the verifier writes."""
     source = np.random.default_rng(seed).integers(2, 97, (rows, 6)).astype(np.int32)
     length = np.random.default_rng(seed).integers(1, 7, rows).astype(np.int32)
-    found = generate(
+    output = generate(
         Autoregressive(model.full),
         params["verifier"],
         jax.random.split(jax.random.key(seed), rows),
@@ -64,7 +64,7 @@ def batch_of(model, params, seed, rows=16):
         max_new_tokens=12,
         eos_id=-1,
     )
-    return Batch(source, length, np.asarray(found.tokens), np.full(rows, 12, np.int32))
+    return Batch(source, length, np.asarray(output.tokens), np.full(rows, 12, np.int32))
 
 
 @pytest.mark.full
@@ -72,7 +72,7 @@ def test_forced_logits_equal_drafted_ones(network):
     """Logits of the n-th token of a draft, wherever it began; none for tokens that it cannot draft."""
     model, params = network
     target = np.random.default_rng(1).integers(2, 97, (3, 7)).astype(np.int32)
-    *found, full = jax.jit(partial(model.forced_members, ahead=AHEAD))(params, SOURCE, LENGTH, target)
+    *member_logits, full = jax.jit(partial(model.forced_members, ahead=AHEAD))(params, SOURCE, LENGTH, target)
     draft, read = (jax.jit(partial(member.extend, params)) for member in model.members)
     _, cache = prefill(model, params, SOURCE, LENGTH, 48)
     begin = np.asarray(cache.length)
@@ -80,10 +80,10 @@ def test_forced_logits_equal_drafted_ones(network):
     for at in range(7):
         logits, ahead = draft(tokens[:, at : at + AHEAD], cache)
         for number in range(min(AHEAD, 7 - at)):
-            np.testing.assert_allclose(found[number][:, at + number], logits[:, number], atol=1e-4)
+            np.testing.assert_allclose(member_logits[number][:, at + number], logits[:, number], atol=1e-4)
             if at == 0:  # a draft that began with the first of them
                 for more in range(number, AHEAD):
-                    np.testing.assert_allclose(found[more][:, number], logits[:, number], atol=1e-4)
+                    np.testing.assert_allclose(member_logits[more][:, number], logits[:, number], atol=1e-4)
         expected, cache = read(tokens[:, at : at + 1], model.roll_back(ahead, begin + at))
         can = np.asarray(logits[0, 0]) > -1e8
         np.testing.assert_allclose(full[:, at, can], expected[:, 0, can], atol=1e-4)
@@ -108,9 +108,9 @@ def test_the_loss(network):
             if divergence == "lk":
                 far = -np.log(np.minimum(np.exp(target), np.exp(drafter)).sum(axis=-1))
             expected += share * far.sum()
-        found, count = member_loss(model, run_of(divergence=divergence), params, batch)
+        loss, count = member_loss(model, run_of(divergence=divergence), params, batch)
         assert count == 16 * 12
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
 
 
 def tokens_a_call(model, params):

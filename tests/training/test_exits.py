@@ -118,8 +118,8 @@ def test_the_full_model_is_unchanged_bit_for_bit(name):
     for old, new in zip(*(member_losses(config, x, batch)[1] for x in (params, after)), strict=True):
         assert new < 0.95 * old
     state = make_optimizer(config).init(split(config, params)[0])
-    own = sum(x.size for path, x in before.items() if path[0] != part)
-    assert sum(x.size for x in jax.tree.leaves(state)) < 2 * own + 20  # no moments of what is not trained
+    size = sum(x.size for path, x in before.items() if path[0] != part)
+    assert sum(x.size for x in jax.tree.leaves(state)) < 2 * size + 20  # no moments of what is not trained
 
 
 @pytest.mark.full
@@ -292,11 +292,11 @@ def test_a_drafter_starts_from_another_models_decoder(toy, tmp_path):
         tokenizer=None,
         exits=ExitTraining(drafter=str(tmp_path / "drafter")),
     )
-    found = dict(nnx.to_flat_state(first_parameters(config, model_of(config.model), make_mesh())))
+    params = dict(nnx.to_flat_state(first_parameters(config, model_of(config.model), make_mesh())))
     other = dict(nnx.to_flat_state(random_checkpoint(shape).params))
     fresh = dict(nnx.to_flat_state(model_of(config.model).around(checkpoints.load(full).params, config.seed)))
-    assert found.keys() == fresh.keys()
-    for path, value in found.items():
+    assert params.keys() == fresh.keys()
+    for path, value in params.items():
         expected = other.get(path[1:]) if path[0] == "drafter" else None
         np.testing.assert_array_equal(value[...], fresh[path][...] if expected is None else expected[...])
         assert (path[0] == "drafter") == (expected is not None)

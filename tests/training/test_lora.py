@@ -88,9 +88,9 @@ def test_the_laws_of_adapters(family):
         a, b = (low[lora.ADAPTERS, *path[:-1], name].astype(np.float64) for name in ("a", "b"))
         assert a.shape[1] == len(b) == 3
         np.testing.assert_allclose(value, given[path] + 16 / 3 * a @ b, rtol=1e-5, atol=1e-6)
-    found = jax.jit(model.forced)(whole, SOURCE, LENGTH, TARGET)
-    np.testing.assert_allclose(forced(params), found, rtol=2e-4, atol=2e-4)
-    assert np.abs(found - alone).max() > 0.1  # what is compared is no zero
+    merged_logits = jax.jit(model.forced)(whole, SOURCE, LENGTH, TARGET)
+    np.testing.assert_allclose(forced(params), merged_logits, rtol=2e-4, atol=2e-4)
+    assert np.abs(merged_logits - alone).max() > 0.1  # what is compared is no zero
 
     optimizer = make_optimizer(config)
     steps = make_steps(model, config, optimizer, mesh)
@@ -211,8 +211,8 @@ def test_a_killed_run_ends_as_an_uninterrupted_one_and_decodes(toy, tmp_path, mo
         assert (value == best[path]).all() == (path not in kernels), path
         np.testing.assert_array_equal(export[path], best[path].astype(jnp.bfloat16).astype(np.float32))
     losses = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    found = [line["loss"] for line in losses if line["event"] == "evaluation"]
-    assert found[-1] < found[0]
+    evaluation_losses = [line["loss"] for line in losses if line["event"] == "evaluation"]
+    assert evaluation_losses[-1] < evaluation_losses[0]
     started = next(line for line in losses if line["event"] == "start")
     assert started["trained"] < started["parameters"] / 3
     cascade = Cascade.load(toy.init, whole, max_source_length=12, max_new_tokens=4)
@@ -246,11 +246,11 @@ def test_eight_devices_split_adapters_and_base(toy, tmp_path):
     )
     ends = []
     for count in (1, 8):
-        own = dataclasses.replace(config, output_dir=str(tmp_path / str(count)))
-        (tmp_path / "config").write_bytes(pickle.dumps(own))
+        run_config = dataclasses.replace(config, output_dir=str(tmp_path / str(count)))
+        (tmp_path / "config").write_bytes(pickle.dumps(run_config))
         share = float(run(FSDP.format(path=str(tmp_path / "config")), XLA_FLAGS=devices(count)))
         assert share == 1 if count == 1 else share < 0.2
-        ends.append(checkpoints.load(own.output_dir).params)
+        ends.append(checkpoints.load(run_config.output_dir).params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *ends)
 
 

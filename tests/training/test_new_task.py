@@ -50,7 +50,7 @@ def test_ambiguous_fields_must_be_named():
 def test_no_source_is_in_two_splits():
     splits = held_out([*PAIRS, *((s, f"{t}!") for s, t in PAIRS), *PAIRS])
     sources = {name: {s for s, _ in pairs} for name, pairs in splits.items()}
-    assert {name: len(found) for name, found in sources.items()} == {
+    assert {name: len(split_sources) for name, split_sources in sources.items()} == {
         "train": 270,
         "validation": 15,
         "test": 15,

@@ -21,7 +21,7 @@ PROMPTS = ["1", "12", "20", "2", "0011"]
 def laws(cascade, prompt, begun):
     """The toys' distributions after a prompt and the beginning of a text."""
     whole = [0, *prompt, *begun]
-    logits = (own[whole[-2], whole[-1]] for own in cascade.params)
+    logits = (params[whole[-2], whole[-1]] for params in cascade.params)
     return [np.exp(x) / np.exp(x).sum() for x in logits]
 
 
@@ -46,10 +46,10 @@ def test_it_stops_where_the_cascade_would_have(t5_pair):
     [whole] = cascade.generate([source], method="opt", alpha=ALPHA)
     stop = whole.text[len(whole.text) // 2 :][:2]
     cascade = dataclasses.replace(cascade, stop=(stop,))
-    [own] = cascade.generate([source], method="opt", alpha=ALPHA)
-    assert own.text == whole.text[: whole.text.index(stop)]
-    begun = [(0, list(whole.tokens[:at])) for at in (1, len(own.tokens), len(whole.tokens))]
-    assert continued(cascade, cascade.encode([source])[0], begun) == [own.text] * 3
+    [output] = cascade.generate([source], method="opt", alpha=ALPHA)
+    assert output.text == whole.text[: whole.text.index(stop)]
+    begun = [(0, list(whole.tokens[:at])) for at in (1, len(output.tokens), len(whole.tokens))]
+    assert continued(cascade, cascade.encode([source])[0], begun) == [output.text] * 3
 
 
 def test_a_text_that_has_ended_or_is_full_is_not_continued():
@@ -63,7 +63,7 @@ def test_tokens_are_tried_where_the_models_disagree():
     cascade, rng = pair(), np.random.default_rng(0)
     rows, _ = cascade.encode(PROMPTS)
     texts = [rng.integers(0, 3, rng.integers(1, 4)).tolist() for _ in rows]
-    found = disagreements(cascade, rows, texts, SamplingOptions(0.0), 9, 0)
+    greedy_places = disagreements(cascade, rows, texts, SamplingOptions(0.0), 9, 0)
     expected = {}
     for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
         for at in range(len(text)):
@@ -71,8 +71,8 @@ def test_tokens_are_tried_where_the_models_disagree():
             if q.argmax() != p.argmax():
                 expected[n, at] = [q.argmax(), p.argmax()]
     assert len(expected) > 2
-    assert {(place.text, len(place.begun)): place.tokens for place in found} == expected
-    assert all(place.begun == texts[place.text][: len(place.begun)] for place in found)
+    assert {(place.text, len(place.begun)): place.tokens for place in greedy_places} == expected
+    assert all(place.begun == texts[place.text][: len(place.begun)] for place in greedy_places)
 
     many, places = 4000, np.zeros(3)
     drawn = np.zeros((3, 2, 4))
@@ -84,9 +84,9 @@ def test_tokens_are_tried_where_the_models_disagree():
     for at in range(3):
         qs, ps = (transform(x, 0.8) for x in laws(cascade, rows[0], [1, 2, 0][:at]))
         chances.append(np.maximum(ps - qs, 0).sum())
-        for own, more in zip(drawn[at], (qs - ps, ps - qs), strict=True):
+        for counts, more in zip(drawn[at], (qs - ps, ps - qs), strict=True):
             wanted = np.maximum(more, 0) / chances[at]
-            assert np.abs(own / own.sum() - wanted).max() < 5 * np.sqrt(0.25 / own.sum())
+            assert np.abs(counts / counts.sum() - wanted).max() < 5 * np.sqrt(0.25 / counts.sum())
     assert places.sum() == many
     assert np.abs(places / many - np.array(chances) / np.sum(chances)).max() < 5 * np.sqrt(0.25 / many)
 
@@ -104,11 +104,11 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
         tried(cascade, "blue", examples, [SamplingOptions(0.0)], config, replaced)
     assert (refused.value.field, refused.value.value) == ("metric", "blue")
     options = SamplingOptions(0.0), SamplingOptions(1.0, top_p=0.5)
-    found = tried(cascade, "rouge1", examples, options, config, replaced)
+    tries = tried(cascade, "rouge1", examples, options, config, replaced)
     places = [(option, place) for option, some in zip(options, seen, strict=True) for place in some]
-    assert found.features.shape == (len(places), len(FEATURES)) and len(places) > 3
+    assert tries.features.shape == (len(places), len(FEATURES)) and len(places) > 3
     rows, _ = cascade.encode(PROMPTS)
-    references = [own for _, own in examples]
+    references = [golds for _, golds in examples]
     for n, (option, place) in enumerate(places):
         texts = [
             o.text
@@ -126,6 +126,6 @@ def test_an_advantage_is_what_the_metric_gains(monkeypatch):
             changed = [*texts]
             changed[place.text] = cascade.tokenizer.decode(ended)
             scores.append(METRICS["rouge1"](changed, references))
-        assert found.advantages[n] == pytest.approx(len(PROMPTS) * (scores[1] - scores[0]), abs=1e-6)
-        assert found.texts[n] == place.text
-    assert np.ptp(found.advantages) > 0
+        assert tries.advantages[n] == pytest.approx(len(PROMPTS) * (scores[1] - scores[0]), abs=1e-6)
+        assert tries.texts[n] == place.text
+    assert np.ptp(tries.advantages) > 0

@@ -234,17 +234,20 @@ def test_targets_are_cut_as_the_teacher_cuts_them(number_words, tmp_path, monkey
     )
     with pytest.raises(KeyboardInterrupt):
         train(student)
-    own = Tokenizer(student.tokenizer)
-    cut = cut_as(Tokenizer(path), own)
+    tokenizer = Tokenizer(student.tokenizer)
+    cut = cut_as(Tokenizer(path), tokenizer)
     [validation, *_], data = seen
     sources, targets, _ = map(list, zip(*texts(student.task, student.task.train), strict=True))
-    found = [data.targets.row(n).tolist() for n in range(len(targets))]
-    assert found == cut(targets) != own.encode_batch(targets)
-    assert [data.sources.row(n).tolist() for n in range(len(sources))] == own.encode_batch(sources)
+    target_rows = [data.targets.row(n).tolist() for n in range(len(targets))]
+    assert target_rows == cut(targets) != tokenizer.encode_batch(targets)
+    assert [data.sources.row(n).tolist() for n in range(len(sources))] == tokenizer.encode_batch(sources)
     [(source, [target]), *_] = joined_examples(student.task, student.task.validation)
-    assert validation.target[0, : validation.target_length[0]].tolist() == [*cut([target])[0], own.eos_id]
-    assert validation.source[0, : validation.source_length[0]].tolist() == own.framed(
-        own.encode_batch([source])[0]
+    assert validation.target[0, : validation.target_length[0]].tolist() == [
+        *cut([target])[0],
+        tokenizer.eos_id,
+    ]
+    assert validation.source[0, : validation.source_length[0]].tolist() == tokenizer.framed(
+        tokenizer.encode_batch([source])[0]
     )
 
 
@@ -329,16 +332,16 @@ def test_adafactor_steps_as_transformers_does(tmp_path):
         params, state, _ = steps.update(params, state, grads, count)
         labels = torch.tensor(np.where(np.arange(12) < lengths[:, None], target, -100)).long()
         shifted = np.pad(target[:, :-1], ((0, 0), (1, 0)))
-        found = reference(
+        reference_loss = reference(
             input_ids=torch.tensor(source).long(),
             labels=labels,
             decoder_input_ids=torch.tensor(shifted).long(),
         ).loss
         theirs.zero_grad()
-        found.backward()
+        reference_loss.backward()
         theirs.step()
-        assert abs(float(loss / count) - found.item()) < 0.01 * found.item(), number
-        losses.append(found.item())
+        assert abs(float(loss / count) - reference_loss.item()) < 0.01 * reference_loss.item(), number
+        losses.append(reference_loss.item())
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -362,8 +365,8 @@ def test_texts_of_the_models_own_follow_its_law(number_words):
     params = jax.tree.map(lambda x: 3 * x, model.init(0))
     source, asked = np.array([3, 4, 1]), np.zeros((rows, 6), np.int32)
     batch = Batch(np.tile(source, (rows, 1)), np.full(rows, 3), asked, np.full(rows, 6))
-    found = on_policy_texts(model, params, batch, jax.random.key(5), eos)
-    target, length = np.asarray(found.target), np.asarray(found.target_length)
+    sample = on_policy_texts(model, params, batch, jax.random.key(5), eos)
+    target, length = np.asarray(sample.target), np.asarray(sample.target_length)
     ends = np.where((target == eos).any(axis=1), (target == eos).argmax(axis=1) + 1, 6)
     np.testing.assert_array_equal(length, ends)
     assert (target[np.arange(6) >= length[:, None]] == 0).all()
@@ -389,10 +392,10 @@ def test_on_policy_batches_are_learnt_from_the_teacher_alone(number_words):
     batches = TrainingBatches(config.task, prepare_tokenizer(config), config.batch_tokens, seed=3)
     norms = {}
     for share in (1.0, 0.0):
-        own = dataclasses.replace(config, on_policy=share)
-        steps = make_steps(model, own, optimizer, mesh, model, eos_id=1)
+        run_config = dataclasses.replace(config, on_policy=share)
+        steps = make_steps(model, run_config, optimizer, mesh, model, eos_id=1)
         copied = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
-        *_, norms[share], _ = one_step(steps, *copied, batches.from_step(0), 0, own, mesh, params)
+        *_, norms[share], _ = one_step(steps, *copied, batches.from_step(0), 0, run_config, mesh, params)
     assert norms[1.0] < 1e-4 < 1e-2 < norms[0.0]
 
 

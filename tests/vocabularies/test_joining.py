@@ -35,8 +35,14 @@ def pieces(*texts):
 
 def test_tokens_match_by_their_text_and_role():
     target = [Surface("pad", b""), Surface("eos", b""), Surface("byte", b"a"), *pieces(" a", "a", "b", "a")]
-    own = [*pieces("b", "a"), Surface("eos", b""), Surface("byte", b"c"), *pieces(" a"), Surface("bos", b"")]
-    assert matched(target, own).tolist() == [[0, 5], [1, 4], [2, 1], [4, 3]]
+    drafter = [
+        *pieces("b", "a"),
+        Surface("eos", b""),
+        Surface("byte", b"c"),
+        *pieces(" a"),
+        Surface("bos", b""),
+    ]
+    assert matched(target, drafter).tolist() == [[0, 5], [1, 4], [2, 1], [4, 3]]
     assert matched(target, [Surface("byte", b"a")]).tolist() == [[0, 2]]
     # A piece where the other has only the byte; each id once.
     assert matched(pieces("x", "a", "a"), [Surface("byte", b"a")]).tolist() == [[0, 1]]
@@ -45,9 +51,9 @@ def test_tokens_match_by_their_text_and_role():
 
 
 def test_texts_are_spelled_in_the_fewest_tokens():
-    own = pieces("a", "ab", "b", "ba", "abb")
-    assert spelled(b"abba", by_text(own)) == [1, 3]
-    assert spelled(b"", by_text(own)) == [] and spelled(b"abc", by_text(own)) is None
+    vocabulary = pieces("a", "ab", "b", "ba", "abb")
+    assert spelled(b"abba", by_text(vocabulary)) == [1, 3]
+    assert spelled(b"", by_text(vocabulary)) == [] and spelled(b"abc", by_text(vocabulary)) is None
     assert by_text([Surface("byte", b"a"), *pieces("a", "a")]) == {b"a": 1}
 
 
@@ -70,26 +76,26 @@ def foreign(t5_pair, other_spiece, tmp_path_factory):
 
 
 def test_spellings_stand_for_the_texts(spiece, other_spiece):
-    target, own = Tokenizer(spiece), Tokenizer(other_spiece)
-    theirs, ours = target.surfaces(), own.surfaces()
-    assert {one.kind for one in theirs} == {"pad", "eos", "unknown", "byte", "piece"}
+    target, drafter = Tokenizer(spiece), Tokenizer(other_spiece)
+    theirs, ours = target.surfaces(), drafter.surfaces()
+    assert {token.kind for token in theirs} == {"pad", "eos", "unknown", "byte", "piece"}
     pairs = matched(theirs, ours)
     assert len(set(pairs[:, 0])) == len(set(pairs[:, 1])) == len(pairs) and (np.diff(pairs[:, 0]) > 0).all()
-    found = spellings(theirs, ours, own, pairs)
-    for surface, tokens in zip(theirs, found, strict=True):
+    drafter_tokens = spellings(theirs, ours, drafter, pairs)
+    for surface, tokens in zip(theirs, drafter_tokens, strict=True):
         assert b"".join(ours[n].text for n in tokens) == surface.text
-    assert found[target.eos_id] == [own.eos_id]
-    assert max(map(len, found)) > 1
+    assert drafter_tokens[target.eos_id] == [drafter.eos_id]
+    assert max(map(len, drafter_tokens)) > 1
 
 
 def test_texts_are_cut_for_training_as_a_drafter_reads_them(spiece, other_spiece):
     """Token by token of the target's, as the translated model's tables spell them."""
-    target, own, model = Tokenizer(other_spiece), Tokenizer(spiece), T5Model(SHAPE)
-    _, (*_, tables, _) = translated(model, model.init(3), own, target, 320, 0)
-    found = cut_as(target, own)(SENTENCES)
-    for row, tokens in zip(found, target.encode_batch(SENTENCES), strict=True):
-        assert row == [int(n) for one in tokens for n in tables.spelled[one][: tables.sizes[one]]]
-    assert found != own.encode_batch(SENTENCES)
+    target, drafter, model = Tokenizer(other_spiece), Tokenizer(spiece), T5Model(SHAPE)
+    _, (*_, tables, _) = translated(model, model.init(3), drafter, target, 320, 0)
+    rows = cut_as(target, drafter)(SENTENCES)
+    for row, tokens in zip(rows, target.encode_batch(SENTENCES), strict=True):
+        assert row == [int(n) for token in tokens for n in tables.spelled[token][: tables.sizes[token]]]
+    assert rows != drafter.encode_batch(SENTENCES)
     assert cut_as(target, target)(SENTENCES) == target.encode_batch(SENTENCES)
 
 
@@ -100,9 +106,9 @@ def test_greedy_texts_are_the_verifiers(foreign, t5_pair, vocabulary, full):
     assert isinstance(cascade.drafter, Translated)
     alone = [output.tokens for output in cascade.generate(SENTENCES, method="verifier", batch_size=4)]
     for batch_size in (1, 4) if full else (4,):
-        found = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
-        assert [output.tokens for output in found] == alone
-    assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == found[0].text
+        outputs = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
+        assert [output.tokens for output in outputs] == alone
+    assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == outputs[0].text
 
 
 @pytest.mark.full
@@ -121,8 +127,8 @@ def test_a_hierarchy_with_a_foreign_drafter_and_baselines(foreign, t5_pair):
     cascade = Cascade.load(foreign, t5_pair / "middle", t5_pair / "verifier", **LIMITS)
     alone = [output.tokens for output in cascade.generate(SENTENCES, method="verifier", batch_size=4)]
     for batch_size in (1, 3):
-        found = cascade.generate(SENTENCES, block_size=(2, 4), batch_size=batch_size)
-        assert [output.tokens for output in found] == alone
+        outputs = cascade.generate(SENTENCES, block_size=(2, 4), batch_size=batch_size)
+        assert [output.tokens for output in outputs] == alone
     pair = Cascade.load(foreign, t5_pair / "verifier", **LIMITS)
     for method in ("token_cascade", "oracle", "sequence", "bild", "drafter"):
         assert all(output.tokens for output in pair.generate(SENTENCES[:3], method=method, alpha=0.5))
@@ -132,15 +138,15 @@ def test_the_drafter_reads_the_source_in_its_own_tokens(foreign, t5_pair):
     """Its law at the first position is that of the model by itself on its own tokens of the text."""
     cascade = Cascade.load(foreign, t5_pair / "verifier", **LIMITS)
     [output] = cascade.generate(SENTENCES[:1], method="drafter", max_new_tokens=1)
-    own = Tokenizer(foreign / "spiece.model")
+    tokenizer = Tokenizer(foreign / "spiece.model")
     model, params = (
         T5Model(dataclasses.replace(SHAPE, vocab_size=304)),
         T5Model(dataclasses.replace(SHAPE, vocab_size=304)).init(3),
     )
-    source = np.array([own.framed(own.encode_batch(SENTENCES[:1])[0])], np.int32)
+    source = np.array([tokenizer.framed(tokenizer.encode_batch(SENTENCES[:1])[0])], np.int32)
     start, cache = prefill(model, params, source, np.array([source.shape[1]]), 4)
     logits, _ = jax.jit(model.extend)(params, start.tokens, cache)
-    pairs = matched(cascade.tokenizer.surfaces(), own.surfaces())
+    pairs = matched(cascade.tokenizer.surfaces(), tokenizer.surfaces())
     assert output.tokens == [pairs[int(jnp.argmax(logits[0, 0, pairs[:, 0]])), 1]]
 
 
@@ -171,8 +177,8 @@ def test_padded_vocabularies_of_one_tokenizer_are_equal(t5_pair, spiece, tmp_pat
         laws.append(np.asarray(cascade.drafter.extend(cascade.params[0], tokens, cache)[0]))
     np.testing.assert_array_equal(laws[0][..., :known], laws[1][..., :known])
     assert known < 320 and laws[0].shape == laws[1].shape and np.isneginf(laws[0][..., known:]).all()
-    found = [[o.tokens for o in cascade.generate(SENTENCES[:2])] for cascade in (padded, plain)]
-    assert found[0] == found[1]
+    texts = [[o.tokens for o in cascade.generate(SENTENCES[:2])] for cascade in (padded, plain)]
+    assert texts[0] == texts[1]
 
 
 def test_vocabularies_that_cannot_be_joined_are_refused(foreign, t5_pair, tmp_path):
@@ -188,7 +194,7 @@ def test_vocabularies_that_cannot_be_joined_are_refused(foreign, t5_pair, tmp_pa
 @pytest.mark.full
 def test_incompatible_vocabularies_are_refused():
     with pytest.raises(ValueError, match="have no token in common: use another drafter"):
-        Pair(own=["end", "padding", "c", "d"]).models()
+        Pair(drafter=["end", "padding", "c", "d"]).models()
     whole = Tokenizer(DEMO / "verifier" / "spiece.model").surfaces()
     with pytest.raises(FieldError) as refused:
         strings(whole, whole, 2048, 2048)
@@ -204,17 +210,17 @@ def test_bytes_are_asked_after_once_for_each_beginning_of_a_token(tmp_path):
     """The trie of the target's tokens, node by node; every node's next tokens lead to the longest match."""
     target = Tokenizer(DEMO / "verifier" / "spiece.model")
     train_tokenizer(SENTENCES * 20, tmp_path / "bytes.model", 260, pieces="char")
-    own = Tokenizer(tmp_path / "bytes.model")
-    assert own.size == 260 and own.decode(own.encode_batch(["heiß 🙂"])[0]) == "heiß 🙂"
-    found = strings(target.surfaces(), own.surfaces(), 2048, 260)
+    drafter = Tokenizer(tmp_path / "bytes.model")
+    assert drafter.size == 260 and drafter.decode(drafter.encode_batch(["heiß 🙂"])[0]) == "heiß 🙂"
+    trie = strings(target.surfaces(), drafter.surfaces(), 2048, 260)
     texts = by_text(target.surfaces())
     inner = {text[:n] for text in texts for n in range(1, len(text))}
-    assert len(found.slot) == len(inner) and len(found.parent) == len(inner) + 1
-    bytes_of, seen = own.surfaces(), [b""]
-    for parent, token in zip(found.parent[1:], found.token[1:], strict=True):
+    assert len(trie.slot) == len(inner) and len(trie.parent) == len(inner) + 1
+    bytes_of, seen = drafter.surfaces(), [b""]
+    for parent, token in zip(trie.parent[1:], trie.token[1:], strict=True):
         seen.append(seen[parent] + bytes_of[token].text)
     assert set(seen[1:]) == inner
-    node, token = seen.index(b" Ents"), own.id_of("<0x78>")
+    node, token = seen.index(b" Ents"), drafter.id_of("<0x78>")
     longest = max((text for text in texts if b" Entsx".startswith(text)), key=len)
-    assert found.goes[node, token] == texts[longest]
-    assert found.goes[0, own.eos_id] == target.eos_id
+    assert trie.goes[node, token] == texts[longest]
+    assert trie.goes[0, drafter.eos_id] == target.eos_id

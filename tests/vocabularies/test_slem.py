@@ -47,10 +47,10 @@ def test_incomplete_characters_are_held_back():
     assert longest_matches(b"abxab", {b"a": 0, b"ab": 1}, 2) == [1]
 
 
-def drafter(own, target, begins=True):
+def drafter(drafter_tokenizer, target, begins=True):
     """What passes texts between two tokenizers; the model is of no account."""
-    model = Translated(TableLM(own.size), target.size, 8, 3.0, 0 if begins else None)
-    return TextDrafter(model, own, TranslatedParams(None, None, None), target, 32, 48)
+    model = Translated(TableLM(drafter_tokenizer.size), target.size, 8, 3.0, 0 if begins else None)
+    return TextDrafter(model, drafter_tokenizer, TranslatedParams(None, None, None), target, 32, 48)
 
 
 @pytest.mark.parametrize("lossy", [False, True])
@@ -58,21 +58,21 @@ def test_a_drafted_text_becomes_the_tokens_that_follow(lossy, spiece):
     """A drafter that writes what the verifier will, in its own tokens (of other languages, so mostly letters
     and bytes): nearly all candidates are the verifier's own next tokens, wherever the draft begins."""
     target = Tokenizer(DEMO / "verifier" / "spiece.model")
-    own = Tokenizer(spiece if lossy else DEMO / "e2e_verifier" / "spiece.model")
-    texts, right, asked = drafter(own, target), 0, 0
+    drafter_tokenizer = Tokenizer(spiece if lossy else DEMO / "e2e_verifier" / "spiece.model")
+    texts, right, asked = drafter(drafter_tokenizer, target), 0, 0
     for text in GERMAN:
         tokens = target.encode_batch([text.lower() if lossy else text])[0] + [target.eos_id]
         for at in range(len(tokens)):
             _, held = texts.drafter_tokens(tokens[:at])
             rest = target.decode(tokens[:-1]).encode()[len(target.decode(tokens[:at]).encode()) :]
             ahead = (
-                [*longest_matches(rest, texts.drafter.ids, texts.drafter.longest), own.eos_id]
+                [*longest_matches(rest, texts.drafter.ids, texts.drafter.longest), drafter_tokenizer.eos_id]
                 if at
-                else [*own.encode_batch([target.decode(tokens)])[0], own.eos_id]
+                else [*drafter_tokenizer.encode_batch([target.decode(tokens)])[0], drafter_tokenizer.eos_id]
             )
-            found = texts.candidates([], tokens[:at], held, ahead)
+            candidates = texts.candidates([], tokens[:at], held, ahead)
             asked += len(tokens) - at
-            right += sum(a == b for a, b in zip(found, tokens[at:], strict=False))
+            right += sum(a == b for a, b in zip(candidates, tokens[at:], strict=False))
     assert right > 0.9 * asked
 
 
@@ -95,9 +95,9 @@ def foreign(tmp_path_factory):
             minloglevel=2,
             num_threads=1,
         )
-    own = Tokenizer(folder / "spiece.model")
-    [loud, quiet] = own.encode_batch(["The  CAT \u6f22", "the cat \u6f22"])
-    assert loud == quiet and own.id_of("<0xE6>") in loud
+    tokenizer = Tokenizer(folder / "spiece.model")
+    [loud, quiet] = tokenizer.encode_batch(["The  CAT \u6f22", "the cat \u6f22"])
+    assert loud == quiet and tokenizer.id_of("<0xE6>") in loud
     model = T5Model(
         T5Config(
             vocab_size=304,
@@ -122,12 +122,12 @@ def test_greedy_texts_are_the_verifiers(foreign, t5_pair, stop_below, full, monk
     cascade = Cascade.load(foreign, t5_pair / "verifier", vocabulary="slem", **LIMITS)
     alone = [output.tokens for output in cascade.generate(SENTENCES, method="verifier", batch_size=4)]
     for batch_size in (1, 4) if full else (4,):
-        found = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
-        assert [output.tokens for output in found] == alone
+        outputs = list(cascade.generate(SENTENCES, block_size=3, batch_size=batch_size))
+        assert [output.tokens for output in outputs] == alone
     assert all(
-        (output.counts["drafter_passes"] > output.counts["rounds"]) == (not stop_below) for output in found
+        (output.counts["drafter_passes"] > output.counts["rounds"]) == (not stop_below) for output in outputs
     )
-    assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == found[0].text
+    assert list(cascade.stream(SENTENCES[0], block_size=3))[-1] == outputs[0].text
     with pytest.raises(FieldError) as refused:
         cascade.generate(SENTENCES, method="opt", alpha=0.3)
     assert (refused.value.field, refused.value.value) == ("method", "opt")
@@ -188,7 +188,7 @@ def test_the_drafter_drafts_from_the_text_that_it_has_read(renumbered, monkeypat
     monkeypatch.setattr(slem, "LEAST_CHANCE", 0.0)
     cascade = Cascade.load(renumbered / "drafter", renumbered / "verifier", vocabulary="slem", **LIMITS)
     counts = [output.counts for output in cascade.generate(SENTENCES, block_size=3, batch_size=4)]
-    accepted, drafted = (sum(own[name] for own in counts) for name in ("accepted", "drafted"))
+    accepted, drafted = (sum(row[name] for row in counts) for name in ("accepted", "drafted"))
     assert accepted > 0.9 * drafted > 70
 
 
@@ -212,14 +212,16 @@ def test_a_draft_ends_when_its_acceptance_becomes_unlikely():
 
 def test_any_tokens_make_candidates():
     """Bytes in any order, halves of characters, padding: candidates are tokens with a text, or the end."""
-    target, own = (Tokenizer(DEMO / name / "spiece.model") for name in ("verifier", "e2e_verifier"))
-    texts, rng = drafter(own, target), np.random.default_rng(0)
+    target, drafter_tokenizer = (
+        Tokenizer(DEMO / name / "spiece.model") for name in ("verifier", "e2e_verifier")
+    )
+    texts, rng = drafter(drafter_tokenizer, target), np.random.default_rng(0)
     known = {n for n, surface in enumerate(target.surfaces()) if surface.text} | {target.eos_id}
     for _ in range(300):
         written = rng.integers(0, rng.choice([259, 2048]), rng.integers(0, 12)).tolist()
         drafted = rng.integers(0, rng.choice([259, 512]), rng.integers(1, 8)).tolist()
         ids, held = texts.drafter_tokens(written)
-        assert all(0 <= n < own.size for n in ids) and len(held) < 4
+        assert all(0 <= n < drafter_tokenizer.size for n in ids) and len(held) < 4
         assert set(texts.candidates([], written, held, drafted)) <= known
 
 
@@ -231,8 +233,8 @@ def test_mixed_scripts_emoji_and_broken_characters(foreign, t5_pair):
     letters = list("abc XYZ äß 漢字 кот שלום 🙂👩\u200d👧 \u0301\u00a0\ufffd")
     lines = ["x" + "".join(rng.choice(letters, rng.integers(1, 14))) for _ in range(500)]
     alone = cascade.generate(lines, method="verifier", batch_size=32, truncate=True)
-    found = cascade.generate(lines, block_size=3, batch_size=32, truncate=True)
-    assert [output.tokens for output in found] == [output.tokens for output in alone]
+    outputs = cascade.generate(lines, block_size=3, batch_size=32, truncate=True)
+    assert [output.tokens for output in outputs] == [output.tokens for output in alone]
 
 
 @pytest.mark.full

@@ -38,9 +38,9 @@ PAIR = Pair()
 
 def p_value(pair, methods, alphas, block_sizes, rows, prompts=PROMPTS, law=None, above=(), **options):
     """The smaller p-value of the prompts, times their number."""
-    found, which = pair.decoded(methods, alphas, block_sizes, rows, prompts=prompts, above=above, **options)
+    result, which = pair.decoded(methods, alphas, block_sizes, rows, prompts=prompts, above=above, **options)
     options = {k: v for k, v in options.items() if k not in ("union", "models", "seed", "verification")}
-    tokens = np.asarray(found.tokens)
+    tokens = np.asarray(result.tokens)
     law = law or (lambda prompt: pair.law(methods, alphas, prompt, above=above, **options))
     return len(prompts) * min(chi_square(tokens[which == n], law(p)) for n, p in enumerate(prompts))
 
@@ -78,7 +78,7 @@ def test_transforms_with_a_foreign_drafter(family, options, rows):
     assert p_value(PAIR, [family], [FAMILIES[family]], [2], rows, **options) > FAIL_BELOW
 
 
-LETTERS = Pair(own=[END, PADDING, "b", "a"])
+LETTERS = Pair(drafter=[END, PADDING, "b", "a"])
 MIXED = (["ba", "b", END, "aab", PADDING, "a", "ab", "b", "aab"], ["bb", "a", PADDING, "b", END, "a"], 2)
 """Pieces in any order, some of them twice, and rows of padding."""
 OTHER_PROMPTS = [(5,), (6, 1)]
@@ -102,7 +102,7 @@ def test_drafts_of_the_first_token_of_a_text_follow_the_law(pair, family, rows):
 def test_psi_is_enumerated_exactly(pair):
     drafter, params = (part[0] for part in pair.models(slrs=True))
     params = params._replace(drafter=jnp.asarray(params.drafter))
-    source = Source(jnp.array([[1, 0]]), jnp.array([pair.own.cut("a") + [0] * 15]), jnp.array([1]))
+    source = Source(jnp.array([[1, 0]]), jnp.array([pair.drafter.cut("a") + [0] * 15]), jnp.array([1]))
     _, cache = prefill(drafter, params, source, jnp.array([1]), 12)
     text = [1, 4, 2, 6, 5]
     logits, _ = jax.jit(drafter.extend)(params, jnp.array([text]), cache)
@@ -202,8 +202,8 @@ def test_padding_rows_are_never_drafted():
 @pytest.mark.full
 @pytest.mark.parametrize("method", FAMILIES)
 def test_identical_vocabularies_change_nothing(method):
-    pair = Pair(own=PIECES)
-    found, _ = pair.decoded([method], [0.3], [3], 256, steps=12)
+    pair = Pair(drafter=PIECES)
+    result, _ = pair.decoded([method], [0.3], [3], 256, steps=12)
     sampler = hierarchy([TableLM(pair.size)] * 2, [METHODS[method]], [3])
     tokens = np.array([[1, 0], [4, 2]] * 128, np.int32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(256))
@@ -218,7 +218,7 @@ def test_identical_vocabularies_change_nothing(method):
         max_new_tokens=12,
         eos_id=pair.target.eos_id,
     )
-    jax.tree.map(np.testing.assert_array_equal, plain, found)
+    jax.tree.map(np.testing.assert_array_equal, plain, result)
 
 
 # One position, exactly: a procedure's output and acceptance, and variants that look right
@@ -235,7 +235,7 @@ def step(q, p, ratio=None, refill=None):
 
 def matching(psi, p, refill=None):
     """(output, acceptance) of exact match: a token of psi is taken for known, and verified as that."""
-    each = [step(one, p, refill=refill) for one in np.eye(len(p))]
+    each = [step(law, p, refill=refill) for law in np.eye(len(p))]
     return sum(mass * out for mass, (out, _) in zip(psi, each, strict=True)), psi @ [kept for _, kept in each]
 
 
@@ -326,8 +326,8 @@ def rolled_back_to_target_positions(monkeypatch):
     """The drafter's cache rolled back to as many own tokens as there are target tokens."""
 
     def wrong(self, cache, length):
-        own = self.model.roll_back(cache.drafter, jnp.minimum(cache.drafter.length, length))
-        return cache._replace(drafter=own, length=length)
+        drafter_cache = self.model.roll_back(cache.drafter, jnp.minimum(cache.drafter.length, length))
+        return cache._replace(drafter=drafter_cache, length=length)
 
     monkeypatch.setattr(Translated, "roll_back", wrong)
 
@@ -371,15 +371,17 @@ def wrapped(config, seed=0, vocab=40):
     rng, model = np.random.default_rng(seed), model_of(config)
     keep = np.sort(rng.choice(np.arange(2, 97), 25, replace=False)).astype(np.int32)
     common = rng.permutation(vocab)[:25]
-    own, head, cut = pruned(model, model.init(seed), keep)
+    drafter_params, head, cut = pruned(model, model.init(seed), keep)
     assert cut
     place = np.full(vocab, NONE, np.int32)
     place[common] = np.arange(25)
     spelled, sizes = rng.integers(2, 97, (vocab, 4)), rng.integers(1, 5, vocab)
     spelled[common, 0], sizes[common] = keep, 1
     start = None if hasattr(config, "bos_id") else 0
-    found = Translated(model, vocab, 4, 3.0, start)
-    return found, TranslatedParams(own, head, Tables(place, spelled.astype(np.int32), sizes.astype(np.int32)))
+    drafter = Translated(model, vocab, 4, 3.0, start)
+    return drafter, TranslatedParams(
+        drafter_params, head, Tables(place, spelled.astype(np.int32), sizes.astype(np.int32))
+    )
 
 
 SHAPES = {"t5": TINY_T5, "t5, tied": dataclasses.replace(TINY_T5, tied_embeddings=True), "gemma": TINY_GEMMA}
@@ -410,12 +412,12 @@ def test_a_translated_drafter_is_a_language_model(foreign):
     np.testing.assert_allclose(parts, whole, atol=2e-5)
     tables = params.tables
     for row in range(3):
-        own = [int(start.first[row])]
+        drafter_tokens = [int(start.first[row])]
         for token in tokens[row, 1:12]:
-            own += tables.spelled[token, : tables.sizes[token]].tolist()
+            drafter_tokens += tables.spelled[token, : tables.sizes[token]].tolist()
         table = {} if params.head is None else {"table": params.head}
         alone = begun(model, params, [row]).drafter
-        logits, _ = model.model.extend(params.drafter, np.array([own]), alone, **table)
+        logits, _ = model.model.extend(params.drafter, np.array([drafter_tokens]), alone, **table)
         expected = np.append(np.asarray(logits[0, -1]), -np.inf)[np.minimum(tables.place, 25)]
         np.testing.assert_allclose(whole[row, 11], expected, atol=2e-5)
 
@@ -444,10 +446,10 @@ def test_rows_can_be_replaced(foreign, widths):
     old, new = read([0, 1], widths[0], 3, [3])[1], read([2], widths[1], 3, [3])[1]
     kept = insert(model, old, new, jnp.array([1]), widths[1] > widths[0])
     assert isinstance(kept, TranslatedCache)
-    found, _ = in_blocks(model, params, TARGET[[0, 2], 3:9] % 40, [2, 4], kept)
+    logits, _ = in_blocks(model, params, TARGET[[0, 2], 3:9] % 40, [2, 4], kept)
     for place, (row, width) in enumerate(((0, widths[0]), (2, widths[1]))):
         alone, _ = read([row], width, 9, [3, 6])
-        np.testing.assert_allclose(found[place], alone[0, 3:], atol=2e-5)
+        np.testing.assert_allclose(logits[place], alone[0, 3:], atol=2e-5)
 
 
 @pytest.mark.full
@@ -488,9 +490,9 @@ def test_branches_are_read_as_each_text_by_itself(config):
     _, cache = in_blocks(model, params, TARGET, [9], cache)
     cache = model.roll_back(cache, cache.length - jnp.array([0, 4, 8]))
     branches = Branches(jnp.array([len(path) for path in paths]), jnp.asarray(within))
-    found = jax.jit(model.extend_branches)(params, jnp.asarray(tokens), cache, branches)
+    branch_logits = jax.jit(model.extend_branches)(params, jnp.asarray(tokens), cache, branches)
     extend = jax.jit(model.extend)
     for n, path in enumerate(paths):
         text = np.pad(tokens[path], (0, 4 - len(path)))
         logits, _ = extend(params, np.tile(text, (3, 1)), cache)
-        np.testing.assert_allclose(found[:, n], logits[:, len(path) - 1], atol=2e-5)
+        np.testing.assert_allclose(branch_logits[:, n], logits[:, len(path) - 1], atol=2e-5)

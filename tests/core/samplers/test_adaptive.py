@@ -126,10 +126,10 @@ def test_extremes_are_blocks_of_a_fixed_length(family):
     np.testing.assert_array_equal(whole.tokens, fixed.tokens)
     np.testing.assert_array_equal(whole.counts[0].passes, fixed.counts[0])
     none = written(adaptive(family, stop_below=2.0), np.arange(32), family=family)
-    one = family == "speculative"
-    np.testing.assert_array_equal(none.counts[1].drafted, one * none.counts[1].rounds)
+    per_round = family == "speculative"
+    np.testing.assert_array_equal(none.counts[1].drafted, per_round * none.counts[1].rounds)
     np.testing.assert_array_equal(none.counts[0].passes, none.counts[1].rounds)
-    assert one or (none.counts[1].rounds == none.length).all()
+    assert per_round or (none.counts[1].rounds == none.length).all()
 
 
 def test_a_row_learns_what_its_drafter_is_worth():

@@ -49,8 +49,8 @@ def cascade(*families, kind=Speculative, gamma=GAMMA, network=NETWORK, **options
     return kind(drafting(drafter, gamma), verifier, methods, gamma, **options)
 
 
-def p_value(found, laws):
-    return smaller(*found, laws)
+def p_value(texts, laws):
+    return smaller(*texts, laws)
 
 
 def laws(family, gamma=GAMMA, **options):
@@ -113,8 +113,8 @@ def test_adaptive_blocks_keep_the_law(rows):
 def test_both_verifications_are_lossless(way, rows):
     sampler = cascade("speculative", verification=(TOKEN, BLOCK))
     ways = np.full(rows, way is BLOCK, np.int32)
-    _, found = written(sampler, rows, {"temperature": 1.0}, verifications=ways)
-    assert p_value(found, laws("speculative")) > FAIL_BELOW
+    _, texts = written(sampler, rows, {"temperature": 1.0}, verifications=ways)
+    assert p_value(texts, laws("speculative")) > FAIL_BELOW
 
 
 @pytest.mark.full
@@ -159,12 +159,12 @@ def test_hierarchies_follow_the_law(family, gammas, hand_over, rows):
         hand_over = "truncate"
     sampler = above(family, hand_over, gammas)
     alphas = [0.0, FAMILIES[family]]
-    _, found = written(sampler, rows, {"temperature": 0.7}, (PARAMS, TABLES[2]), alphas)
+    _, texts = written(sampler, rows, {"temperature": 0.7}, (PARAMS, TABLES[2]), alphas)
     expected = [
         sequence_law(TABLES[1:3], [family], [FAMILIES[family]], prompt, steps=STEPS, eos=EOS, temperature=0.7)
         for prompt in PROMPTS
     ]
-    assert p_value(found, expected) > FAIL_BELOW
+    assert p_value(texts, expected) > FAIL_BELOW
 
 
 # Planted: each must fail
@@ -196,8 +196,8 @@ class Dependent(Parallel):
 def test_drafts_that_are_no_draws_of_their_laws_are_seen(kind):
     drafter, verifier = NETWORK.members
     sampler = Speculative(kind(drafter, GAMMA + 1), verifier, METHODS["speculative"], GAMMA)
-    _, found = written(sampler, 40_000, {"temperature": 1.0})
-    assert p_value(found, laws("speculative")) < FAIL_BELOW
+    _, texts = written(sampler, 40_000, {"temperature": 1.0})
+    assert p_value(texts, laws("speculative")) < FAIL_BELOW
 
 
 class StaleStates(TableBlock):
@@ -226,8 +226,8 @@ class LateStates(TableBlock):
 def test_states_of_another_position_are_seen(kind):
     """By a rule's law; a lossless one has its verifier's law whatever the drafter reads."""
     sampler = cascade("opt", network=kind(VOCAB))
-    _, found = written(sampler, 40_000, {"temperature": 1.0}, alphas=[FAMILIES["opt"]])
-    assert p_value(found, laws("opt")) < FAIL_BELOW
+    _, texts = written(sampler, 40_000, {"temperature": 1.0}, alphas=[FAMILIES["opt"]])
+    assert p_value(texts, laws("opt")) < FAIL_BELOW
 
 
 # The interface

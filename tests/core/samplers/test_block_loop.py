@@ -70,9 +70,9 @@ def in_one_program(method, way, rows, temperature=1.0):
     )
 
 
-def chance_of(found, method):
+def chance_of(output, method):
     """p_value() of what in_one_program() returns."""
-    result, which = found
+    result, which = output
     laws = [
         sequence_law(BLOCK_TABLES, [method], [FAMILIES[method]], prompt, steps=STEPS, eos=EOS)
         for prompt in PROMPTS
@@ -84,19 +84,19 @@ def chance_of(found, method):
 def test_the_law_of_three_families_in_one_program(rows):
     """And mistakes that it must see. As a block fewer rounds are needed; at temperature 0 both ways write the
     same."""
-    found = {method: in_one_program(method, "block", rows) for method in FAMILIES}
+    outputs = {method: in_one_program(method, "block", rows) for method in FAMILIES}
     programs = loop.generate._cache_size()
-    for method, texts in found.items():
+    for method, texts in outputs.items():
         assert chance_of(texts, method) > FAIL_BELOW
     by_token = in_one_program("speculative", "token", rows)[0]
-    assert found["speculative"][0].counts[1].rounds.sum() < 0.995 * by_token.counts[1].rounds.sum()
+    assert outputs["speculative"][0].counts[1].rounds.sum() < 0.995 * by_token.counts[1].rounds.sum()
     for mistake in list(WAYS)[2:]:
         assert chance_of(in_one_program("speculative", mistake, rows), "speculative") < FAIL_BELOW
     ways = np.arange(rows) // len(PROMPTS) % 2
     greedy = in_one_program("token_v3", ways, rows, temperature=0.0)[0]
     for leaf in jax.tree.leaves(greedy):
-        one, other = (np.asarray(leaf)[ways == n] for n in range(2))
-        np.testing.assert_array_equal(one, other)
+        half, other = (np.asarray(leaf)[ways == n] for n in range(2))
+        np.testing.assert_array_equal(half, other)
     assert loop.generate._cache_size() == programs
 
 

@@ -68,9 +68,9 @@ def wrong_by(kind, methods, sizes, vocab_size, hand_over, eos, steps=4, seed=39,
     """How far the enumerated law of texts is from the target's."""
     tables = [table(seed + n, vocab_size) for n in range(len(sizes) + 1)]
     alphas = [lenience(method) for method in methods]
-    found = kind(tables, methods, alphas, sizes, hand_over, eos, **options).text_law((1,), steps)
-    assert abs(sum(found.values()) - 1) < 1e-12
-    return deviation(found, sequence_law(tables, methods, alphas, (1,), steps=steps, eos=eos, **options))
+    law = kind(tables, methods, alphas, sizes, hand_over, eos, **options).text_law((1,), steps)
+    assert abs(sum(law.values()) - 1) < 1e-12
+    return deviation(law, sequence_law(tables, methods, alphas, (1,), steps=steps, eos=eos, **options))
 
 
 @pytest.mark.parametrize("kind", [Hierarchy, AsABlock, Stopping])
@@ -126,8 +126,8 @@ class WholeLM(TableLM):
 @cache
 def whole_table(seed):
     """Logits [MODULUS, VOCAB] near those of seed 0, so that drafts are accepted about as often as not."""
-    shared, own = (np.random.default_rng(n).normal(size=(MODULUS, VOCAB)) for n in (0, seed))
-    return (1.2 * shared + 0.6 * own).astype(np.float32)
+    shared, variation = (np.random.default_rng(n).normal(size=(MODULUS, VOCAB)) for n in (0, seed))
+    return (1.2 * shared + 0.6 * variation).astype(np.float32)
 
 
 def prompts(rows):
@@ -159,11 +159,11 @@ def asked_of(methods, sizes, hand_over, rows, model=WholeLM, lossless=None):
 
 def by_level(counts):
     """Counts of each model from the smallest up: passes, then Counters."""
-    found = []
+    levels = []
     while isinstance(counts, tuple) and not isinstance(counts, Counters):
-        counts, own = counts
-        found.append(own)
-    return [counts, *found[::-1]]
+        counts, level_counts = counts
+        levels.append(level_counts)
+    return [counts, *levels[::-1]]
 
 
 COMPILED = [
@@ -219,7 +219,7 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None, ways=None):
         uniforms = (Uniforms, UniformsOfRounds)[way]([x[row] for x in numbers[way]])
         block = recursions[way].decoded(tuple(map(int, inputs[row, : lengths[row]])), limits[row], uniforms)
         size = len(block)
-        found = [np.asarray(x)[row, :size].tolist() for x in (result.tokens, result.origin, result.level)]
+        output = [np.asarray(x)[row, :size].tolist() for x in (result.tokens, result.origin, result.level)]
         expected = [[w.token for w in block], [w.kind for w in block], [w.level for w in block]]
         counted = {(0, "passes"): int(passes[row])} | {
             (level, name): int(getattr(counts, name)[row])
@@ -228,7 +228,7 @@ def differences(methods, sizes, hand_over, eos, rows, limits=None, ways=None):
         }
         if (
             int(result.length[row]) != size
-            or found != expected
+            or output != expected
             or counted != {key: uniforms.counts[key] for key in counted}
         ):
             wrong.append(row)
@@ -279,15 +279,15 @@ def test_caches_hold_the_text(methods, sizes, hand_over):
         allowed.append(reader.behind)
     for _ in range(6):
         state = step(sampler, params, state)
-        for own, lacks in zip(caches_of(state.caches), allowed[::-1], strict=True):
+        for level_cache, lacks in zip(caches_of(state.caches), allowed[::-1], strict=True):
             for row in range(8):
                 prompt = PROMPTS[row % len(PROMPTS)]
                 text = [*prompt, *np.asarray(state.tokens)[row, : int(state.emitted[row])].tolist()]
-                length = int(own.length[row])
+                length = int(level_cache.length[row])
                 if state.rows.room[row]:
                     assert len(text) - 1 - lacks <= length <= len(text) - 1
                 length = min(length, len(text) - 1)
-                assert np.asarray(own.tokens)[row, :length].tolist() == text[:length]
+                assert np.asarray(level_cache.tokens)[row, :length].tolist() == text[:length]
 
 
 @pytest.mark.full
@@ -517,8 +517,8 @@ def test_passes_are_those_predicted(sizes, hand_over):
     """For models whose laws do not depend on the text, where the prediction is exact, the cut at a text's end
     and all."""
     length, rows, count = 200, 256, len(sizes) + 1
-    shared, *own = (np.random.default_rng(n).normal(size=VOCAB) for n in range(count + 1))
-    logits = [shared + 0.6 * one for one in own]
+    shared, *variations = (np.random.default_rng(n).normal(size=VOCAB) for n in range(count + 1))
+    logits = [shared + 0.6 * variation for variation in variations]
     laws = [np.exp(row) / np.exp(row).sum() for row in logits]
     acceptance = np.array([[np.minimum(p, q).sum() for p in laws] for q in laws])
     names = tuple("abcd"[:count])
@@ -538,7 +538,7 @@ def test_passes_are_those_predicted(sizes, hand_over):
         eos_id=NO_TOKEN,
     )
     passes, *counters = by_level(result.counts)
-    found = np.stack([passes, *(counts.rounds for counts in counters)], axis=1).astype(float)
-    error = found.std(axis=0, ddof=1) / np.sqrt(rows)
-    assert (np.abs(found.mean(axis=0) - length * per_token) < 4 * error + 1e-9).all()
-    np.testing.assert_allclose(found.mean(axis=0) / length, per_token, rtol=0.02)
+    row_passes = np.stack([passes, *(counts.rounds for counts in counters)], axis=1).astype(float)
+    error = row_passes.std(axis=0, ddof=1) / np.sqrt(rows)
+    assert (np.abs(row_passes.mean(axis=0) - length * per_token) < 4 * error + 1e-9).all()
+    np.testing.assert_allclose(row_passes.mean(axis=0) / length, per_token, rtol=0.02)

@@ -79,14 +79,14 @@ def test_the_search_is_the_references(width):
     rng = np.random.default_rng(width)
     source, tokens = (rng.integers(0, 3, (600, n)).astype(np.int32) for n in (width, 14))
     sizes, lengths = rng.integers(0, width + 1, 600), rng.integers(1, 14, 600)
-    found = jax.jit(match_in, static_argnums=1)(Text(source, sizes, tokens, lengths), 5)
+    matches = jax.jit(match_in, static_argnums=1)(Text(source, sizes, tokens, lengths), 5)
     seen = set()
     for row in range(600):
         expected, match = followed(
             source[row, : sizes[row]].tolist(), tokens[row, : lengths[row]].tolist(), LONGEST
         )
-        size = int(found.size[row])
-        assert found.tokens[row, :size].tolist() == expected[:5] and found.match[row] == match
+        size = int(matches.size[row])
+        assert matches.tokens[row, :size].tolist() == expected[:5] and matches.match[row] == match
         seen.add(match)
     assert seen == {0, 1, 2, 3}
 
@@ -199,9 +199,9 @@ def test_a_hierarchy_on_top_of_it_follows_its_law(hand_over, rows):
     inner = sampler_of(size=2)
     sampler = Speculative(inner, TableLM(4), METHODS["opt"], 3, hand_over)
     params = ((), tables[0]), tables[1]
-    found = decode(sampler, params, [PROMPT] * rows, alpha=0.3)
+    result = decode(sampler, params, [PROMPT] * rows, alpha=0.3)
     law = sequence_law(tables, ["opt"], [0.3], tuple(PROMPT), steps=STEPS, eos=EOS)
-    assert chi_square(np.asarray(found.tokens), law) > 1e-4
+    assert chi_square(np.asarray(result.tokens), law) > 1e-4
 
 
 @pytest.mark.full
@@ -215,8 +215,8 @@ def test_greedy_texts_of_a_hierarchy_are_those_without_lookup(method):
     inner = sampler_of(size=3, vocab=vocab)
     with_lookup = Speculative(inner, large, METHODS[method], 4)
     without = Speculative(Autoregressive(small), large, METHODS[method], 4)
-    found = decode(with_lookup, (((), params[0]), params[1]), prompts, **options)
-    assert written(found) == written(decode(without, params, prompts, **options))
+    result = decode(with_lookup, (((), params[0]), params[1]), prompts, **options)
+    assert written(result) == written(decode(without, params, prompts, **options))
 
 
 # Lookup beside a drafter
@@ -253,7 +253,7 @@ def test_the_law_beside_a_drafter(method, alpha, way, start, rows, often):
     source, prompt = ([], PROMPT) if start is None else (PROMPT, [0])
     law = sequence_law(tables[1:], [], [], tuple(prompt), steps=STEPS, eos=EOS)
     if method != "speculative":
-        q, p = (lambda text, own=own: table_law(own, *[0, *text][-2:]) for own in tables)
+        q, p = (lambda text, logits=logits: table_law(logits, *[0, *text][-2:]) for logits in tables)
 
         def rule(q, p):
             return target(method, q, p, q, p, alpha, False)
@@ -289,8 +289,8 @@ def check_choices(start, count=400, steps=24, size=4, vocab=9):
     for row, (prompt, text) in enumerate(zip(prompts, alone, strict=True)):
         source, begun = ([], prompt) if start is None else (prompt, [0])
         expected = greedy_choices(source, begun, text, size, vocab - 1, likeliest)
-        found = counts.rounds[row], counts.drafted[row], counts.accepted[row], tried.looked_up[row]
-        assert tuple(map(int, found)) == expected
+        row_counts = counts.rounds[row], counts.drafted[row], counts.accepted[row], tried.looked_up[row]
+        assert tuple(map(int, row_counts)) == expected
     rounds = np.sum(counts.rounds)
     assert 0.1 * rounds < np.sum(tried.looked_up) < 0.9 * rounds
     few = decode(sampler, params, prompts[:3], **options)

@@ -36,7 +36,7 @@ def proposed(method, alpha, rows, logits, steps, verification=TOKEN, markers=Non
         Autoregressive(Proposed(4, 3, None)), TableLM(4), METHODS[method], 3, verification=verification
     )
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(rows))
-    found = generate(
+    result = generate(
         sampler,
         ((), logits),
         keys,
@@ -48,7 +48,7 @@ def proposed(method, alpha, rows, logits, steps, verification=TOKEN, markers=Non
         eos_id=3,
         markers=markers and jax.tree.map(lambda x: np.repeat(x, rows, axis=0), markers),
     )
-    return np.asarray(found.tokens)
+    return np.asarray(result.tokens)
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,20 @@ def test_the_law_does_not_depend_on_what_is_proposed(method, alpha, verification
     """Lossless: the verifier's law. token_v3: that of the rule on one-hot drafts, enumerated. At 0.9 it takes
     many candidates, and those at the bonus position must not be among them: that is p's."""
     logits, steps = table(40, 4), 3
-    found = proposed(method, alpha, rows, logits, steps, verification)
+    texts = proposed(method, alpha, rows, logits, steps, verification)
     law = sequence_law([logits], [], [], (1,), steps=steps, eos=3)
     if method == "token_v3":
-        assert chi_square(found, law) < 1e-6
+        assert chi_square(texts, law) < 1e-6
         law = enumerated(logits, alpha, steps)
-    assert chi_square(found, law) > 1e-4
+    assert chi_square(texts, law) > 1e-4
 
 
 def test_lenience_by_span(rows):
     """What is proposed completes the marker as what is drafted does."""
     logits, steps, markers = table(40, 4), 4, [((2, 0), (0.95,))]
-    found = proposed("token_v3", 0.1, rows, logits, steps, markers=table_of([markers]))
-    assert chi_square(found, enumerated(logits, after(markers, (0.1,)), steps)) > 1e-4
-    assert chi_square(found, enumerated(logits, 0.1, steps)) < 1e-4  # the control
+    texts = proposed("token_v3", 0.1, rows, logits, steps, markers=table_of([markers]))
+    assert chi_square(texts, enumerated(logits, after(markers, (0.1,)), steps)) > 1e-4
+    assert chi_square(texts, enumerated(logits, 0.1, steps)) < 1e-4  # the control
 
 
 @pytest.mark.full
@@ -100,8 +100,8 @@ def test_the_law_test_fails_where_another_token_is_drawn_anew(rows, monkeypatch)
     monkeypatch.setattr(samplers, "verify", wrong)
     jax.clear_caches()
     try:
-        found = proposed("speculative", 0.0, rows, table(40, 4), 3)
-        assert chi_square(found, sequence_law([table(40, 4)], [], [], (1,), steps=3, eos=3)) < 1e-4
+        texts = proposed("speculative", 0.0, rows, table(40, 4), 3)
+        assert chi_square(texts, sequence_law([table(40, 4)], [], [], (1,), steps=3, eos=3)) < 1e-4
     finally:
         jax.clear_caches()
 
