@@ -318,7 +318,7 @@ def test_a_program_leaves_nothing_behind(killed, sandbox):
         "verdict = run_program(sys.argv[1], ['assert f() == 1'], float(sys.argv[2]))\n"
         "print(verdict, flush=True)\ntime.sleep(60)"
     )
-    seconds = "600" if killed else "3"
+    seconds = "600" if killed else "1"
     with subprocess.Popen(
         [sys.executable, "-c", code, deaf, seconds],
         stdout=subprocess.PIPE,

@@ -92,9 +92,9 @@ def test_prompts_of_one_width_are_read_together():
     """Eight requests wait for four rows after a short one: narrow ones pass the wide ones between them."""
     server = SimulatedServer(4, 1.0, 0.1, queue=100, rounds=1)
     widths, rounds = np.array([0, *[0, 1] * 4]), np.array([1, *[8, 16] * 4])
-    first = simulate(server, np.zeros(9), rounds, rounds, widths).first
+    first = simulate(server, 1e-9 * np.arange(9), rounds, rounds, widths).first
     assert first[5] == pytest.approx(first[7]) and first[6] > first[5] + 3
-    first = simulate(server, np.zeros(9), rounds, rounds).first
+    first = simulate(server, 1e-9 * np.arange(9), rounds, rounds).first
     assert first[5] == pytest.approx(first[6]) and first[7] > first[5] + 3
 
 
