@@ -104,14 +104,14 @@ MOST_MAPS = 8_000
 
 # A module is one worker's. Those that take longest begin first, or others wait for them at the end.
 LONGEST = (
-    "tests/core/samplers/test_block_loop.py",
-    "tests/core/test_spans.py",
-    "tests/core/samplers/test_lookup.py",
-    "tests/commands/test_finetune.py",
-    "tests/test_fuzz.py",
     "tests/core/samplers/test_hierarchy.py",
+    "tests/commands/test_cluster.py",
+    "tests/vocabularies/test_translated.py",
+    "tests/models/test_assistant_laws.py",
+    "tests/commands/test_finetune.py",
+    "tests/test_demo.py",
+    "tests/core/samplers/test_block_loop.py",
     "tests/core/samplers/test_speculative.py",
-    "tests/models/test_model_laws.py",
 )
 
 
