@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from hostile import GIGABYTES, Reader, check_refused
 
-COUNT, SLICE = 100, 20  # command lines of the full suite, and of the quick one
+COUNT = 100  # command lines
 SECONDS = 120  # programs of new shapes are compiled
 FLAGS = (
     "max-source-length",
@@ -33,22 +33,21 @@ def run(t5_pair):
     reader.stop()
 
 
-def drawn(number, kinds):
+def drawn(number):
     """Flags with sizes, one or two of them hostile."""
     rng = random.Random(number)
     values = {"max-source-length": "32", "max-new-tokens": "16", "batch-size": "1"}
     for _ in range(rng.choice((1, 1, 2))):
-        values[rng.choice(FLAGS)] = rng.choice(rng.choice(kinds))
+        values[rng.choice(FLAGS)] = rng.choice(rng.choice((LARGE, ODD, DIGITS)))
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 @pytest.mark.full
-def test_every_size_is_decoded_with_or_refused(run, t5_pair, full):
-    """The quick suite leaves out what is large and right: its programs take long to compile."""
+def test_every_size_is_decoded_with_or_refused(run, t5_pair):
     pair = [f"--{role}={t5_pair / role}" for role in ("drafter", "verifier")]
     kinds = Counter()
-    for number in range(COUNT if full else SLICE):
-        flags = drawn(number, (LARGE, ODD, DIGITS) if full else (ODD, DIGITS))
+    for number in range(COUNT):
+        flags = drawn(number)
         outcome = run("decode", *pair, "--text=the cat", *flags)
         kinds[outcome.kind] += 1
         try:

@@ -72,12 +72,12 @@ RIGHT = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_every_body_is_answered(path, toy, full):
+def test_every_body_is_answered(path, toy):
     right = []
     with serving(toy, max_queue=500) as (url, _):
 
         @settings(
-            max_examples=1000 if full else 60,
+            max_examples=1000,
             deadline=None,
             database=None,
             derandomize=True,
