@@ -75,8 +75,8 @@ class Calls:
 
     def _table(self, rows: list[list[Any]]) -> Table:
         return table(
-            f"Tokens per verifier call at temperature {self.temperature:g}, at most {self.inputs} inputs of "
-            f"a pair, each decoded with {self.seeds} seeds (95%, paired over inputs).",
+            f"Tokens per verifier call at temperature {self.temperature:g}, at most {self.inputs} inputs "
+            f"per pair, each decoded with {self.seeds} seeds (95%, paired over inputs).",
             ("pair", "rule, alpha", "block size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
             rows,
         )
@@ -133,7 +133,7 @@ class Expected:
     def _table(self, rows: list[list[Any]]) -> Table:
         return table(
             f"Tokens per verifier call at temperature {self.temperature:g}, expected along the texts of "
-            f"at most {self.inputs} inputs of a pair with {self.seeds} seeds each (95%, over inputs).",
+            f"at most {self.inputs} inputs per pair, with {self.seeds} seeds each (95%, over inputs).",
             ("pair", "rule, alpha", "block size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
             rows,
         )
