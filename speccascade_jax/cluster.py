@@ -14,12 +14,13 @@ import json
 import os
 import queue
 import secrets
+import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -27,10 +28,12 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.parallel import gather_text
 
 T = TypeVar("T")
-PATIENCE = 60.0
-"""How many seconds the processes of a run wait for each other."""
+PATIENCE = 50.0
+"""How many seconds the processes of a run wait for one that has not come. Starting takes a few seconds more,
+so if one is killed before it comes, all end within a minute."""
 LOST = os.EX_TEMPFAIL
 """The exit code if another process has ended."""
+SAME = "start all at the same time, with the same cluster except for their numbers."
 WORD = 10.0
 """After a failed collective, a process waits this many seconds for a notice that another has ended."""
 FAILED = threading.Event()
@@ -46,17 +49,44 @@ def connect(cluster: str) -> None:
     Raises FieldError for anything else, and ValueError if the processes do not find each other.
     """
     if cluster == "auto":
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            raise FieldError(
-                "cluster",
-                cluster,
-                "start it with one, or write HOST:PORT,PROCESSES,NUMBER.",
-                "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the other processes "
-                f"are ({str(error).rstrip('.')})",
-            ) from None
+        _detect()
         return
+    place = _parse(cluster)
+    for peer in _meet(place).values():
+        peer.close()
+    _initialize(place)
+
+
+class Place(NamedTuple):
+    """What one process is told about a run: the first process's address, how many there are, and which this
+    is."""
+
+    host: str
+    port: int
+    processes: int
+    number: int
+
+
+def _detect() -> None:
+    """Connects to the processes that the launcher knows."""
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise FieldError(
+            "cluster",
+            "auto",
+            "start it with one, or write HOST:PORT,PROCESSES,NUMBER.",
+            "cluster is auto, but no launcher (a TPU pod, Slurm, Open MPI) says who the other processes "
+            f"are ({str(error).rstrip('.')})",
+        ) from None
+
+
+def _initialize(place: Place) -> None:
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    jax.distributed.initialize(f"{host}:{place.port}", place.processes, place.number)
+
+
+def _parse(cluster: str) -> Place:
     wrong = FieldError(
         "cluster",
         cluster,
@@ -66,34 +96,38 @@ def connect(cluster: str) -> None:
     try:
         address, *counts = cluster.split(",")
         host, _, port = address.rpartition(":")
-        place, processes, number = (int(n) for n in (port, *counts))
+        processes, number = map(int, counts)
+        place = Place(host.strip("[]"), int(port), processes, number)
     except ValueError:
         raise wrong from None
-    if not (host and 0 < place < 2**16 and 0 <= number < processes):
+    if not (place.host and 0 < place.port < 2**16 and 0 <= number < processes):
         raise wrong
     try:
-        socket.getaddrinfo(host.strip("[]"), place)
+        socket.getaddrinfo(place.host, place.port)
     except (OSError, UnicodeError) as error:
         raise FieldError(
             "cluster",
             cluster,
             "choose another one.",
-            f"cluster is {cluster!r}, but no host {host!r} is known here ({error})",
+            f"cluster is {cluster!r}, but no host {place.host!r} is known here ({error})",
         ) from None
-    if number:
-        _join(host.strip("[]"), place, processes, number)
-    else:
-        _gather(place, processes)
-    jax.distributed.initialize(address, processes, number)
+    return place
 
 
 # JAX kills the process with a stack trace if another process does not connect or the port is taken. So the
 # processes first meet at that port.
 
 
-def _gather(port: int, processes: int) -> None:
-    """Waits for all other processes, then notifies them. Raises ValueError if one does not connect."""
-    deadline, came = time.monotonic() + PATIENCE, dict[int, socket.socket]()
+def _meet(place: Place) -> dict[int, socket.socket]:
+    """The connections of this process, by the number of the other: the first process is connected to all
+    others, and these only to the first. Raises ValueError in all processes if one of them does not come, or
+    ends before all have come."""
+    return {0: _join(place)} if place.number else _gather(place.port, place.processes)
+
+
+def _gather(port: int, processes: int) -> dict[int, socket.socket]:
+    """The connections to all other processes, which are notified once the last one has come."""
+    came = dict[int, socket.socket]()
     try:
         server = _server(port)
     except OSError as error:
@@ -104,46 +138,78 @@ def _gather(port: int, processes: int) -> None:
             f"the port {port} cannot be used here ({error.strerror})",
         ) from None
     try:
-        while len(came) < processes - 1:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            caller, _ = server.accept()
-            caller.settimeout(5)
-            with contextlib.suppress(ValueError, OSError):
-                said, number = map(int, caller.makefile().readline().split())
-                if said == processes and 0 < number < processes and number not in came:
-                    came[number] = caller
-                    continue
-            caller.close()
-        for caller in came.values():
-            caller.sendall(b"go\n")
-    except TimeoutError:
-        raise ValueError(
-            f"{len(came)} of the {processes - 1} other processes came to port {port} within "
-            f"{PATIENCE:.0f} seconds: start them at the same time, with the same cluster but "
-            "for their numbers."
-        ) from None
-    finally:
-        for connection in (server, *came.values()):
-            connection.close()
+        with server:
+            _await(server, processes, came)
+    except ValueError as error:
+        for peer in came.values():
+            _say(peer, str(error))
+        raise
+    for peer in came.values():
+        _say(peer, "go")
+    return came
 
 
-def _join(host: str, port: int, processes: int, number: int) -> None:
-    """Waits until the first process has met all others. Raises ValueError otherwise."""
-    deadline, answer = time.monotonic() + PATIENCE, ""
-    while not answer and time.monotonic() < deadline:
+def _await(server: socket.socket, processes: int, came: dict[int, socket.socket]) -> None:
+    """Adds the connections of all other processes. Raises ValueError if one of them does not come in time, or
+    ends before all have come."""
+    deadline = time.monotonic() + PATIENCE
+    while missing := [str(number) for number in range(1, processes) if number not in came]:
+        heard, _, _ = select.select([server, *came.values()], [], [], max(deadline - time.monotonic(), 0))
+        if not heard:
+            raise ValueError(
+                f"process {', '.join(missing)} of {processes} did not come to port {server.getsockname()[1]} "
+                f"within {PATIENCE:.0f} seconds: {SAME}"
+            )
+        for number, peer in came.items():
+            if peer in heard:  # its end: a process sends nothing more before all have come
+                raise ValueError(
+                    f"process {number} of {processes} has died before all had come: start all again."
+                )
+        if server in heard:
+            _admit(server.accept()[0], processes, came)
+
+
+def _admit(caller: socket.socket, processes: int, came: dict[int, socket.socket]) -> None:
+    """Adds a caller to the processes that have come, if it is one that was missing."""
+    caller.settimeout(5)
+    with contextlib.suppress(ValueError, OSError):
+        expected, number = map(int, _first_line(caller).split())
+        if expected == processes and 0 < number < processes and number not in came:
+            came[number] = _kept(caller)
+            return
+        _say(caller, f"process 0 does not accept process {number} of {expected}: {SAME}")
+    caller.close()
+
+
+def _join(place: Place) -> socket.socket:
+    """The connection to the first process, once this has met all others."""
+    deadline = time.monotonic() + PATIENCE
+    name = f"process 0 of {place.processes}, at {place.host}:{place.port},"
+    while True:
         try:
-            with socket.create_connection((host, port), timeout=5) as first:
-                first.sendall(f"{processes} {number}\n".encode())
-                first.settimeout(max(deadline - time.monotonic(), 0.001))
-                answer = first.makefile(errors="replace").readline() or "nothing"
+            first = socket.create_connection((place.host, place.port), timeout=5)
+            break
         except OSError:
+            if time.monotonic() > deadline:
+                raise ValueError(f"{name} did not answer within {PATIENCE:.0f} seconds: {SAME}") from None
             time.sleep(0.1)
-    if answer != "go\n":
-        raise ValueError(
-            f"the first process, at {host}:{port}, did not answer within {PATIENCE:.0f} seconds "
-            f"or does not accept process {number} of {processes}: start all at the same time, with the "
-            "same cluster except for their numbers."
-        )
+    answer = ""
+    with contextlib.suppress(OSError):
+        _kept(first).sendall(f"{place.processes} {place.number}\n".encode())
+        answer = _first_line(first).rstrip()
+    if answer != "go":
+        first.close()
+        raise ValueError(answer or f"{name} has died: start all again.")
+    return first
+
+
+def _say(peer: socket.socket, sentence: str) -> None:
+    with contextlib.suppress(OSError):  # who has died hears nothing
+        peer.sendall(f"{sentence}\n".encode())
+
+
+def _host(peer: socket.socket) -> str:
+    return peer.getpeername()[0].removeprefix("::ffff:")
 
 
 class Job:
@@ -250,8 +316,7 @@ class Member(Job):
 
     def _listen(self, number: int, peer: socket.socket) -> None:
         """Receives messages from a process until it exits."""
-        address = peer.getpeername()[0].removeprefix("::ffff:")
-        through, end = False, f"process {number} of {self.processes}, at {address}, has died"
+        through, end = False, f"process {number} of {self.processes}, at {_host(peer)}, has died"
         with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
             for line in lines:
                 kind, content = json.loads(line)
@@ -277,6 +342,13 @@ def exit_saying(sentence: str) -> None:
     os._exit(LOST)
 
 
+def _detected() -> Member:
+    """This process in a run whose launcher knows the others."""
+    _detect()
+    number, processes = jax.process_index(), jax.process_count()
+    return Member(number, processes, _connected(number) if number else _accepted(processes))
+
+
 def _accepted(processes: int) -> dict[int, socket.socket]:
     """number -> connection to that process, in the first process."""
     server, token, peers = _server(0), secrets.token_hex(16), dict[int, socket.socket]()
@@ -295,10 +367,9 @@ def _accepted(processes: int) -> dict[int, socket.socket]:
     return peers
 
 
-def _connected(cluster: str, number: int) -> dict[int, socket.socket]:
+def _connected(number: int) -> dict[int, socket.socket]:
     """The connection to the first process, in another process."""
-    address, port, token = gather_text("")[0].split()
-    host = cluster.rpartition(":")[0].strip("[]") or address  # `auto` has none
+    host, port, token = gather_text("")[0].split()
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     connection.sendall(f"{token} {number}\n".encode())
     return {0: _kept(connection)}
@@ -353,11 +424,11 @@ def joined(cluster: str | None) -> Iterator[Job]:
         return
     jax.config.update("jax_enable_recoverability", True)  # otherwise JAX would end this process with a trace
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM and continue
-    connect(cluster)
-    number, processes = jax.process_index(), jax.process_count()
-    peers = _connected(cluster, number) if number else _accepted(processes)
-    member = Member(number, processes, peers)
+    place = None if cluster == "auto" else _parse(cluster)
+    member = Member(place.number, place.processes, _meet(place)) if place else _detected()
     try:
+        if place:
+            _initialize(place)
         yield member
         member.leave()
     except BaseException as error:

@@ -1,10 +1,12 @@
 """The messages between the processes of a job, here within one process."""
 
+import concurrent.futures
 import contextlib
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import pytest
@@ -44,6 +46,64 @@ def pair(ended):
         for listener in (*members[0].listeners, *members[1].listeners):
             listener.join(10)  # one that outlived `ended` would end the tests' own process
             assert not listener.is_alive()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def meeting(*numbers, processes=3):
+    """The port where they meet, and what each of these processes gets there: connections, or a sentence."""
+    port = free_port()
+
+    def meet(number):
+        try:
+            return cluster._meet(cluster.Place("localhost", port, processes, number))
+        except ValueError as error:
+            return str(error)
+
+    pool = concurrent.futures.ThreadPoolExecutor()
+    return port, [pool.submit(meet, number) for number in numbers]
+
+
+def test_the_connections_of_the_meeting_last():
+    _, came = meeting(2, 0, 1)
+    second, first, other = (peers.result(10) for peers in came)
+    assert sorted(first) == [1, 2] and list(second) == list(other) == [0]
+    for number, peers in ((1, other), (2, second)):
+        first[number].sendall(b"x")
+        assert peers[0].recv(2) == b"x"
+    for peer in (*first.values(), *second.values(), *other.values()):
+        peer.close()
+
+
+def test_a_process_that_dies_before_all_have_come_ends_the_others_at_once():
+    port, came = meeting(0, 1, processes=4)
+    with contextlib.suppress(ConnectionError), until_it_listens(port) as dying:
+        dying.sendall(b"4 2\n")
+        time.sleep(0.1)
+    sentences = [ended.result(10) for ended in came]
+    assert sentences == ["process 2 of 4 has died before all had come: start all again."] * 2
+
+
+def until_it_listens(port):
+    """A connection to a process that may still be starting."""
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("localhost", port))
+
+
+def test_the_death_of_the_first_process_ends_those_that_have_come():
+    with socket.create_server(("localhost", 0)) as server:
+        place = cluster.Place("localhost", server.getsockname()[1], 3, 1)
+        came = concurrent.futures.ThreadPoolExecutor().submit(cluster._join, place)
+        caller, _ = server.accept()
+        caller.recv(10)
+        caller.close()
+    with pytest.raises(ValueError, match=f"process 0 of 3, at localhost:{place.port}, has died"):
+        came.result(10)
 
 
 def test_values_made_by_the_first_process_reach_all(pair):

@@ -87,6 +87,32 @@ def test_a_process_that_is_killed_ends_the_other_and_the_same_command_resumes(
     assert output.read_bytes() == alone
 
 
+DYING = """
+import os, signal
+import jax
+from speccascade_jax.cluster import joined
+
+if {dies}:
+    jax.distributed.initialize = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+with joined({cluster!r}):
+    pass
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_while_jax_connects_ends_the_other(victim):
+    """JAX itself would wait for five minutes."""
+    address = free_address()
+    processes = [
+        start_code(DYING.format(cluster=f"{address},2,{number}", dies=number == victim)) for number in (0, 1)
+    ]
+    errors = processes[1 - victim].communicate(timeout=60)[1]
+    processes[victim].communicate()
+    assert processes[1 - victim].returncode == LOST
+    assert f"process {victim} of 2, at 127.0.0.1, has died" in errors.splitlines()[-1]
+
+
 @pytest.mark.full
 def test_a_refusal_by_the_first_process_ends_all_with_its_sentence(arguments, environment, tmp_path):
     flags = [*arguments, f"--input={tmp_path / 'nothing.txt'}", "--tensor-parallel=2"]

@@ -377,7 +377,7 @@ def test_missing_processes_are_awaited_and_named(refused, monkeypatch):
     monkeypatch.setattr(cluster, "PATIENCE", 0.5)
     port = free_port()
     assert f"localhost:{port}, did not answer" in str(refused(f"--cluster=localhost:{port},2,1"))
-    assert "0 of the 2 other processes came" in str(refused(f"--cluster=localhost:{port},3,0"))
+    assert f"process 1, 2 of 3 did not come to port {port}" in str(refused(f"--cluster=localhost:{port},3,0"))
     for address in ("nowhere.invalid:1234,2,1", "auto"):
         assert names(refused(f"--cluster={address}")) == ("cluster", address)
     with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
@@ -391,7 +391,7 @@ def test_the_processes_of_a_run_agree_on_who_they_are(monkeypatch):
 
     def joins(processes, number):
         try:
-            cluster._join("localhost", port, processes, number)
+            cluster._join(cluster.Place("localhost", port, processes, number))
             ended.append(number)
         except ValueError:
             ended.append("refused")
