@@ -15,7 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import jax
 import tyro
 from tyro.conf import AvoidSubcommands, Suppress, arg
 
@@ -25,10 +24,10 @@ from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.lookup import MODEL_FREE, split_drafter
 from speccascade_jax.models import TrainedConfig
+from speccascade_jax.models.dtypes import DTYPES, automatic_dtype
 from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
 from speccascade_jax.vocabularies import VOCABULARIES, Vocabulary
 
-DTYPES = "float32", "bfloat16", "int8"
 LARGEST = 2**20
 """The largest size of a config file, in bytes."""
 LARGEST_BITS = 256
@@ -247,8 +246,8 @@ class LearnedRuleConfig:
     places: int = 2
     # The most texts to learn from. Every fifth of them is held out.
     examples: int = 1000
-    # The dtype of both models during training: float32, bfloat16, int8, or auto (float32 on CPUs, otherwise
-    # bfloat16).
+    # The dtype of both models during training: float32, bfloat16, int8, or auto (bfloat16 on accelerators and
+    # on CPUs that multiply it, otherwise float32).
     dtype: str = "auto"
     # The number of hidden units.
     width: int = 16
@@ -344,8 +343,8 @@ class DecodeConfig(Settings):
     # Bytes of memory per device for caching shared prompt prefixes, so that decoder-only models read them
     # once. 0 disables the cache.
     prefix_cache_bytes: int = PREFIX_CACHE
-    # The dtype of weights and matrix products: float32, bfloat16, int8, or auto (float32 on CPUs, otherwise
-    # bfloat16).
+    # The dtype of weights and matrix products: float32, bfloat16, int8, or auto (bfloat16 on accelerators and
+    # on CPUs that multiply it, otherwise float32).
     dtype: str = "auto"
     # The following fields are for config files only; they are not flags.
     # Further methods by name: rules, samplers, or functions from the models, smallest first, to a sampler.
@@ -457,12 +456,11 @@ def _described(made: Any) -> str:
 
 
 def dtype_of(config: DecodeConfig) -> str:
-    """The dtype of a config's weights on this machine. Raises ValueError for an unknown one."""
-    if config.dtype == "auto":
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if config.dtype not in DTYPES:
-        raise FieldError("dtype", config.dtype, f"known: auto, {', '.join(DTYPES)}.")
-    return config.dtype
+    """The dtype of a config's weights on this machine. Raises FieldError for an unknown one."""
+    dtype = automatic_dtype() if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        raise FieldError("dtype", dtype, f"known: auto, {', '.join(DTYPES)}.")
+    return dtype
 
 
 def available() -> dict[str, Path]:

@@ -21,6 +21,8 @@ os.environ.setdefault(
     # jaxlib 0.11 dropped this flag, and XLA ends a process that sets an unknown one.
     + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10."),
 )
+# So that the tests are the same on CPUs that multiply bfloat16.
+os.environ.setdefault("SPECCASCADE_DTYPE", "float32")
 
 import jax
 import numpy as np

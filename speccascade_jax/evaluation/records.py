@@ -29,6 +29,7 @@ import jax
 
 from speccascade_jax.evaluation.pictures import draw
 from speccascade_jax.inference.outputs import write_whole
+from speccascade_jax.models.dtypes import processor
 
 FIELDS = ("experiment", "command", "commit", "machine", "date", "tables")
 INSTRUCTIONS = {
@@ -131,13 +132,10 @@ def machine() -> str:
     cores = f"{os.cpu_count()} cores"
     if jax.default_backend() != "cpu":
         return f"{jax.device_count()} {jax.devices()[0].device_kind}"
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return f"{platform.machine()}, {cores}"
-    name, flags = (re.search(rf"^{field}\s*: (.*)$", text, re.MULTILINE) for field in ("model name", "flags"))
-    there = [shown for flag, shown in INSTRUCTIONS.items() if flags and flag in flags[1].split()]
-    return ", ".join([name[1] if name else platform.machine(), cores, *there])
+    fields = processor()
+    flags = fields.get("flags", "").split()
+    there = [shown for flag, shown in INSTRUCTIONS.items() if flag in flags]
+    return ", ".join([fields.get("model name", platform.machine()), cores, *there])
 
 
 def drawn(table: dict[str, Any]) -> str:

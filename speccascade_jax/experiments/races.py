@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from speccascade_jax.config import DecodeConfig
+from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.evaluation.turns import Times, times_as_fast, tokens_a_call
 from speccascade_jax.experiments.findings import (
@@ -46,7 +46,7 @@ class Race:
     temperatures: tuple[float, ...]
     timed: int
     trials: int
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     method: str = "speculative"
     split: str = "test"
 
@@ -77,8 +77,9 @@ class Race:
         return [*alone, *(runner.run(method=self.method, **same) for runner in self.runners)]
 
     def _table(self, rows: list[list[Any]]) -> Table:
+        dtype = dtype_of(pair(self.baseline, dtype=self.dtype))
         return table(
-            f"Lossless decoders of {self.timed} inputs in turn, {self.dtype}, batch size 1, {self.trials} "
+            f"Lossless decoders of {self.timed} inputs in turn, {dtype}, batch size 1, {self.trials} "
             "trials (95%, paired over inputs).",
             (
                 "T",

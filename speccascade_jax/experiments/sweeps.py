@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from speccascade_jax.config import DecodeConfig
+from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.evaluation import plots
 from speccascade_jax.evaluation.measurements import Measurements
@@ -82,7 +82,7 @@ class Sweep:
     def about(self) -> str:
         """A description of the data for titles."""
         times = f", times of {self.timed}" if self.timed else ""
-        return f"{self.inputs} examples of the {self.split} split{times}"
+        return f"{self.inputs} examples of the {self.split} split in {dtype_of(self.pair)}{times}"
 
     @property
     def metric(self) -> str:

@@ -12,7 +12,6 @@ TRADED: dict[str, Any] = {
     "top_ps": (1.0, 0.5),
     "timed": 24,
     "trials": 2,
-    "dtype": "bfloat16",
 }
 """The settings that all trade-offs share."""
 
@@ -80,19 +79,28 @@ BLOCK_EXPECTED = Experiment(
         seeds=3,
     ),
 )
-BLOCK_TIMES = Experiment(
-    "verification-times",
-    "How much faster whole decodings are if drafts are verified as a block.",
-    "verification",
-    verification.Times(
-        config="demo",
-        block_sizes=(3, 5, 7, 9),
-        temperatures=(0.0, 1.0),
-        dtypes=("float32", "bfloat16"),
-        batch_sizes=(1, 16),
-        timed=64,
-        trials=3,
-    ),
+BLOCK_TIMES = tuple(
+    Experiment(
+        f"verification-times-{config.replace('_', '-')}{suffix}",
+        f"How much faster decoding is if drafts are verified as a block, with {what} at batch size {rows}.",
+        "verification",
+        verification.Times(
+            config=config,
+            block_sizes=sizes,
+            temperatures=(0.0, 1.0),
+            dtypes=("float32", "bfloat16"),
+            batch_size=rows,
+            timed=64,
+            trials=trials,
+            suffix=suffix,
+        ),
+    )
+    for rows, trials, suffix in ((1, 3, ""), (16, 1, "-batches"))
+    for config, what, sizes in (
+        ("demo", "the translation pair", (3, 5, 7, 9)),
+        ("e2e", "the data-to-text pair", (5, 8, 12)),
+        ("e2e_gemma", "the decoder-only pair", (3, 5, 8)),
+    )
 )
 
 OTHERS = Experiment(
@@ -256,7 +264,6 @@ ROUTER = Experiment(
         top_ps=(1.0, 0.3),
         truncations=(),
         inputs=480,
-        dtype="bfloat16",
         split="test",
     ),
 )
@@ -275,7 +282,6 @@ PRICED = Experiment(
         top_ps=(1.0, 0.5),
         truncations=(),
         inputs=547,
-        dtype="bfloat16",
     ),
 )
 REJECTION = Experiment(
@@ -351,7 +357,6 @@ RIVALS = tuple(
             top_ps=(1.0, 0.3),
             inputs=1000,
             timed=48,
-            dtype="bfloat16",
             split="test",
             picture=f"truncated-rivals-{config.replace('_', '-')}",
         ),
@@ -378,7 +383,6 @@ PICKS = tuple(
             truncations=(),
             inputs=200,
             timed=48,
-            dtype="bfloat16",
         ),
     )
     for config, what, size in (
@@ -403,7 +407,6 @@ MIXTURES = Experiment(
         top_ps=(1.0, 0.3),
         truncations=(),
         inputs=300,
-        dtype="bfloat16",
         split="test",
         changes=(("router", "runs/demo_mixture/mixture.json"),),
     ),
@@ -417,7 +420,7 @@ EXPERIMENTS = {
         WHOLE_RUNS,
         BLOCK_CALLS,
         BLOCK_EXPECTED,
-        BLOCK_TIMES,
+        *BLOCK_TIMES,
         OTHERS,
         QUALITY,
         ARCHITECTURES,

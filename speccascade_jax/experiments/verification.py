@@ -155,9 +155,10 @@ class Times:
     block_sizes: tuple[int, ...]
     temperatures: tuple[float, ...]
     dtypes: tuple[str, ...]
-    batch_sizes: tuple[int, ...]
+    batch_size: int
     timed: int
     trials: int
+    suffix: str = ""  # of the table's name
     method: str = "speculative"
     split: str = "test"
 
@@ -165,27 +166,23 @@ class Times:
         check_pair(pair(self.config), self.split)
 
     def measure(self, bench: Bench) -> Findings:
-        rows = list[list[Any]]()
-        for batch_size in self.batch_sizes:
-            panels = list(itertools.product(self.dtypes, self.temperatures))
-            decoders = {
-                (dtype, temperature, *decoder): run
-                for dtype, temperature in panels
-                for decoder, run in self._decoders(dtype, temperature, batch_size).items()
-            }
-            names = {", ".join(map(str, key)): key for key in decoders}
-            runs = {name: decoders[key] for name, key in names.items()}
-            count = timed_inputs(self.timed, batch_size)
-            texts = inputs_of(pair(self.config), self.split, count)
-            times = times_of(bench, f"times-{batch_size}.jsonl", runs, texts, self.trials)
-            of = {names[name]: taken for name, taken in times.items()}
-            for panel in panels:
-                rows.append(
-                    [*panel, batch_size, *self._cells({key[2:]: of[key] for key in of if key[:2] == panel})]
-                )
-        return Findings({"times": self._table(rows)})
+        panels = list(itertools.product(self.dtypes, self.temperatures))
+        decoders = {
+            (dtype, temperature, *decoder): run
+            for dtype, temperature in panels
+            for decoder, run in self._decoders(dtype, temperature).items()
+        }
+        names = {", ".join(map(str, key)): key for key in decoders}
+        runs = {name: decoders[key] for name, key in names.items()}
+        texts = inputs_of(pair(self.config), self.split, timed_inputs(self.timed, self.batch_size))
+        times = times_of(bench, f"times-{self.batch_size}.jsonl", runs, texts, self.trials)
+        of = {names[name]: taken for name, taken in times.items()}
+        rows = [
+            [*panel, *self._cells({key[2:]: of[key] for key in of if key[:2] == panel})] for panel in panels
+        ]
+        return Findings({f"times-{self.config}{self.suffix}".replace("_", "-"): self._table(rows)})
 
-    def _decoders(self, dtype: str, temperature: float, batch_size: int) -> dict[Any, DecodeConfig]:
+    def _decoders(self, dtype: str, temperature: float) -> dict[Any, DecodeConfig]:
         run = pair(
             self.config,
             router=None,
@@ -193,7 +190,7 @@ class Times:
             alpha=0.0,
             dtype=dtype,
             temperature=temperature,
-            batch_size=batch_size,
+            batch_size=self.batch_size,
         )
         decoders = {
             (way, size): dataclasses.replace(run, verification=way, block_size=size)
@@ -215,9 +212,9 @@ class Times:
     def _table(self, rows: list[list[Any]]) -> Table:
         sizes = ", ".join(map(str, self.block_sizes))
         return table(
-            f"Lossless decoding of `{self.config}`, times as fast as the verifier alone, each way at the "
-            f"fastest of the block sizes {sizes}; {self.timed} inputs (or a quarter as many batches) in "
-            f"turn, {self.trials} trials (95%, paired over these).",
-            ("dtype", "T", "batch size", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
+            f"Lossless decoding of `{self.config}` at batch size {self.batch_size}, times as fast as the "
+            f"verifier alone, each way at the fastest of the block sizes {sizes}; {self.timed} inputs (or a "
+            f"quarter as many batches) in turn, trials: {self.trials} (95%, paired over these).",
+            ("dtype", "T", *WAYS, f"{BLOCK.name} over {TOKEN.name}"),
             rows,
         )
