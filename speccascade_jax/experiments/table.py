@@ -90,12 +90,12 @@ BLOCK_TIMES = tuple(
             temperatures=(0.0, 1.0),
             dtypes=("float32", "bfloat16"),
             batch_size=rows,
-            timed=64,
+            timed=count,
             trials=trials,
             suffix=suffix,
         ),
     )
-    for rows, trials, suffix in ((1, 3, ""), (16, 1, "-batches"))
+    for rows, count, trials, suffix in ((1, 64, 2, ""), (16, 32, 1, "-batches"))
     for config, what, sizes in (
         ("demo", "the translation pair", (3, 5, 7, 9)),
         ("e2e", "the data-to-text pair", (5, 8, 12)),

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from speccascade_jax.core import loop
 from speccascade_jax.core.protocols import Params, Sampler, laws
 from speccascade_jax.parallel import fetched, whole_on
+from speccascade_jax.scheduling.kernels import compiler_options
 from speccascade_jax.scheduling.programs import Plan, placed_as
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import arguments
@@ -60,7 +61,8 @@ class Scorer:
         if self.mesh is not None:
             at = NamedSharding(self.mesh, P())
             shapes = placed_as(shapes, jax.tree.map(lambda _: at, shapes))
-        self.compiled = function.lower(self.params, *shapes).compile()
+        lowered = function.lower(self.params, *shapes)
+        self.compiled = lowered.compile(compiler_options(lowered))
 
     def __call__(self, request: Request, tokens: list[int]) -> TokenScores:
         """Scores the `tokens` that a request wrote."""

@@ -22,6 +22,7 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.nests import roll_back
 from speccascade_jax.core.protocols import NO_TOKEN, LanguageModel, Params, Prefix, Sampler
 from speccascade_jax.parallel import shared_by
+from speccascade_jax.scheduling.kernels import compiler_options
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # function of the repetitions, other arguments
 LONG_ENOUGH = 0.2  # seconds that the repetitions of a part take together, if at least 4 and at most 400 do
@@ -103,7 +104,8 @@ def stopwatch(part: Part, once: bool = False, job: Job | None = None) -> Callabl
     whole call. All processes of the `job` that shares the part's arrays call it at the same time."""
     (function, arguments), job = part, job or Job()
     with shared_by(arguments):  # laid out as when decoding
-        compiled = jax.jit(function).lower(np.int32(0), *arguments).compile()
+        lowered = jax.jit(function).lower(np.int32(0), *arguments)
+        compiled = lowered.compile(compiler_options(lowered))
 
     def spent(often: int) -> float:
         return timed(lambda: jax.block_until_ready(compiled(np.int32(often), *arguments)))

@@ -23,6 +23,7 @@ from speccascade_jax.core.protocols import Markers, Sampler
 from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions
 from speccascade_jax.parallel import AXIS, TENSOR_AXIS, fetched, shared_by, split_rows
 from speccascade_jax.scheduling.chunks import Reader, Unread, readers_of
+from speccascade_jax.scheduling.kernels import compiler_options
 from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES
 from speccascade_jax.vocabularies.joining import shapes_of
@@ -318,7 +319,8 @@ class Programs:
         if key not in self.compiled:
             began, before = time.perf_counter(), self.clock.compile_seconds
             with shared_by(self.params):
-                self.compiled[key] = lower().compile()
+                lowered = lower()
+                self.compiled[key] = lowered.compile(compiler_options(lowered))
             # lower() may have compiled programs whose results this one takes: count that time once.
             self.clock.compile_seconds = before + time.perf_counter() - began
             self.clock.compilations += 1
