@@ -17,6 +17,8 @@ from speccascade_jax.models.dtypes import processor
 
 FEW = range(3, 64)
 """How many vectors Eigen multiplies faster."""
+LARGE = 2**22
+"""How many numbers these matrices hold at least. Smaller ones stay in the caches, where Eigen gains nothing."""
 EIGEN: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """The compiler option that leaves YNNPACK out."""
 SHAPES = r"\(tensor<([\dx]+)xf32>, tensor<([\dx]+)xf32>\) -> tensor<([\dx]+)xf32>"
@@ -29,15 +31,15 @@ def compiler_options(lowered: Lowered) -> dict[str, Any]:
 
 
 def mostly_few(program: str) -> bool:
-    """Whether most of the matrices in a StableHLO program, by size, are multiplied by a few vectors. Those
-    that are multiplied by a single one do not count: XLA has another kernel for them."""
+    """Whether most of the matrices in a StableHLO program, by size, are multiplied by a few vectors, and are
+    large. Those that are multiplied by a single one do not count: XLA has another kernel for them."""
     few = several = 0
     for shapes in PRODUCT.findall(program):
         left, right, result = (math.prod(map(int, shape.split("x"))) for shape in shapes)
         vectors = math.isqrt(left * result // right)
         few += right * (vectors in FEW)
         several += right * (vectors > 1)
-    return 2 * few > several
+    return 2 * few > several and few >= LARGE
 
 
 @functools.cache

@@ -22,6 +22,12 @@ def program(*vectors, dtype=jnp.float32, batched=False):
     return jax.jit(multiply).lower(inputs, matrix)
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The matrices here count as large from a size that they have."""
+    monkeypatch.setattr(kernels, "LARGE", 128)
+
+
 @pytest.mark.parametrize(
     ("vectors", "few"),
     [
@@ -39,6 +45,12 @@ def program(*vectors, dtype=jnp.float32, batched=False):
 )
 def test_a_program_is_judged_by_most_of_its_products(vectors, few):
     assert kernels.mostly_few(program(*vectors).as_text()) == few
+
+
+def test_small_matrices_do_not_count(monkeypatch):
+    monkeypatch.setattr(kernels, "LARGE", 129)
+    assert not kernels.mostly_few(program(8).as_text())
+    assert kernels.mostly_few(program(8, 8).as_text())
 
 
 def test_products_of_other_dtypes_and_of_attention_do_not_count():
