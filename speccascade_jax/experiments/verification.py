@@ -178,7 +178,12 @@ class Times:
         times = times_of(bench, f"times-{self.batch_size}.jsonl", runs, texts, self.trials)
         of = {names[name]: taken for name, taken in times.items()}
         rows = [
-            [*panel, *self._cells({key[2:]: of[key] for key in of if key[:2] == panel})] for panel in panels
+            [
+                dtype,
+                f"{temperature:g}",
+                *self._cells({key[2:]: of[key] for key in of if key[:2] == (dtype, temperature)}),
+            ]
+            for dtype, temperature in panels
         ]
         return Findings({f"times-{self.config}{self.suffix}".replace("_", "-"): self._table(rows)})
 
