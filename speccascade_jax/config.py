@@ -457,9 +457,12 @@ def _described(made: Any) -> str:
 
 def dtype_of(config: DecodeConfig) -> str:
     """The dtype of a config's weights on this machine. Raises FieldError for an unknown one."""
-    dtype = automatic_dtype() if config.dtype == "auto" else config.dtype
+    dtype, problem = config.dtype, ""
+    if dtype == "auto":
+        dtype = automatic_dtype()
+        problem = f"dtype is auto, and SPECCASCADE_DTYPE is {dtype!r}"
     if dtype not in DTYPES:
-        raise FieldError("dtype", dtype, f"known: auto, {', '.join(DTYPES)}.")
+        raise FieldError("dtype", dtype, f"known: auto, {', '.join(DTYPES)}.", problem)
     return dtype
 
 

@@ -58,3 +58,4 @@ def test_the_environment_overrides_auto_only(machine, monkeypatch):
     with pytest.raises(FieldError) as refused:
         dtype_of(PAIR)
     assert (refused.value.field, refused.value.value) == ("dtype", "float8")
+    assert "SPECCASCADE_DTYPE is 'float8'" in str(refused.value)
