@@ -49,7 +49,7 @@ def connect(cluster: str) -> None:
     Raises FieldError for anything else, and ValueError if the processes do not find each other.
     """
     if cluster == "auto":
-        _detect()
+        _initialize_by_launcher()
         return
     place = _parse(cluster)
     for peer in _meet(place).values():
@@ -67,7 +67,7 @@ class Place(NamedTuple):
     number: int
 
 
-def _detect() -> None:
+def _initialize_by_launcher() -> None:
     """Connects to the processes that the launcher knows."""
     try:
         jax.distributed.initialize()
@@ -157,7 +157,7 @@ def _await(server: socket.socket, processes: int, came: dict[int, socket.socket]
         heard, _, _ = select.select([server, *came.values()], [], [], max(deadline - time.monotonic(), 0))
         if not heard:
             raise ValueError(
-                f"process {', '.join(missing)} of {processes} did not come to port {server.getsockname()[1]} "
+                f"process{'es' * (len(missing) > 1)} {' and '.join(missing)} of {processes} did not come to port {server.getsockname()[1]} "
                 f"within {PATIENCE:.0f} seconds: {SAME}"
             )
         for number, peer in came.items():
@@ -209,7 +209,10 @@ def _say(peer: socket.socket, sentence: str) -> None:
 
 
 def _host(peer: socket.socket) -> str:
-    return peer.getpeername()[0].removeprefix("::ffff:")
+    try:
+        return peer.getpeername()[0].removeprefix("::ffff:")
+    except OSError:  # a connection that was reset has no peer any more
+        return "an unknown address"
 
 
 class Job:
@@ -342,9 +345,9 @@ def exit_saying(sentence: str) -> None:
     os._exit(LOST)
 
 
-def _detected() -> Member:
+def _launched() -> Member:
     """This process in a run whose launcher knows the others."""
-    _detect()
+    _initialize_by_launcher()
     number, processes = jax.process_index(), jax.process_count()
     return Member(number, processes, _connected(number) if number else _accepted(processes))
 
@@ -425,7 +428,7 @@ def joined(cluster: str | None) -> Iterator[Job]:
     jax.config.update("jax_enable_recoverability", True)  # otherwise JAX would end this process with a trace
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM and continue
     place = None if cluster == "auto" else _parse(cluster)
-    member = Member(place.number, place.processes, _meet(place)) if place else _detected()
+    member = Member(place.number, place.processes, _meet(place)) if place else _launched()
     try:
         if place:
             _initialize(place)

@@ -3,13 +3,14 @@
 import concurrent.futures
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import pytest
+from processes import free_address
 
 from speccascade_jax import cluster
 from speccascade_jax.cluster import LOST, Job, Member
@@ -48,15 +49,9 @@ def pair(ended):
             assert not listener.is_alive()
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def meeting(*numbers, processes=3):
     """The port where they meet, and what each of these processes gets there: connections, or a sentence."""
-    port = free_port()
+    port = int(free_address().rpartition(":")[2])
 
     def meet(number):
         try:
@@ -80,19 +75,20 @@ def test_the_connections_of_the_meeting_last():
 
 
 def test_a_process_that_dies_before_all_have_come_ends_the_others_at_once():
-    port, came = meeting(0, 1, processes=4)
-    with contextlib.suppress(ConnectionError), until_it_listens(port) as dying:
-        dying.sendall(b"4 2\n")
-        time.sleep(0.1)
-    sentences = [ended.result(10) for ended in came]
-    assert sentences == ["process 2 of 4 has died before all had come: start all again."] * 2
+    port, [first] = meeting(0, processes=4)
+    with connected(port) as waiting:
+        waiting.sendall(b"4 1\n")  # waits for its turn before the other one does
+        with connected(port) as dying:
+            dying.sendall(b"4 2\n")
+        sentence = "process 2 of 4 has died before all had come: start all again."
+        assert first.result(10) == waiting.makefile().readline().rstrip() == sentence
 
 
-def until_it_listens(port):
+def connected(port):
     """A connection to a process that may still be starting."""
     while True:
         with contextlib.suppress(OSError):
-            return socket.create_connection(("localhost", port))
+            return socket.create_connection(("localhost", port), timeout=10)
 
 
 def test_the_death_of_the_first_process_ends_those_that_have_come():
@@ -142,6 +138,18 @@ def test_a_connection_that_breaks_ends_the_process_and_names_the_other(victim, p
     [connection] = pair[victim].peers.values()
     connection.shutdown(socket.SHUT_RDWR)
     assert any(f"process {victim} of 2, at 127.0.0.1, has died" in sentence for sentence in ended())
+
+
+def test_a_process_that_died_before_anyone_listened_is_noticed(ended):
+    """A connection that was reset no longer says whose it was."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dying = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+    dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    dying.close()
+    with peer:
+        Member(0, 2, {1: peer})
+        assert any("process 1 of 2, at an unknown address, has died" in sentence for sentence in ended())
 
 
 def test_an_error_is_reported_with_its_reason(pair, ended):

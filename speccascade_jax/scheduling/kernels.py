@@ -18,7 +18,7 @@ from speccascade_jax.models.dtypes import processor
 FEW = range(3, 64)
 """How many vectors Eigen multiplies faster."""
 LARGE = 2**22
-"""How many numbers the matrices hold at least. Smaller ones stay in the caches: Eigen gains nothing."""
+"""How many numbers the matrices hold at least. Programs with smaller ones gained nothing from Eigen."""
 EIGEN: dict[str, Any] = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """The compiler option that leaves YNNPACK out."""
 SHAPES = r"\(tensor<([\dx]+)xf32>, tensor<([\dx]+)xf32>\) -> tensor<([\dx]+)xf32>"

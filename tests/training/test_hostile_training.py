@@ -377,7 +377,9 @@ def test_missing_processes_are_awaited_and_named(refused, monkeypatch):
     monkeypatch.setattr(cluster, "PATIENCE", 0.5)
     port = free_port()
     assert f"localhost:{port}, did not answer" in str(refused(f"--cluster=localhost:{port},2,1"))
-    assert f"process 1, 2 of 3 did not come to port {port}" in str(refused(f"--cluster=localhost:{port},3,0"))
+    assert f"processes 1 and 2 of 3 did not come to port {port}" in str(
+        refused(f"--cluster=localhost:{port},3,0")
+    )
     for address in ("nowhere.invalid:1234,2,1", "auto"):
         assert names(refused(f"--cluster={address}")) == ("cluster", address)
     with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
