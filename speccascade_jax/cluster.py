@@ -156,10 +156,9 @@ def _await(server: socket.socket, processes: int, came: dict[int, socket.socket]
     while missing := [str(number) for number in range(1, processes) if number not in came]:
         heard, _, _ = select.select([server, *came.values()], [], [], max(deadline - time.monotonic(), 0))
         if not heard:
-            raise ValueError(
-                f"process{'es' * (len(missing) > 1)} {' and '.join(missing)} of {processes} did not come to port {server.getsockname()[1]} "
-                f"within {PATIENCE:.0f} seconds: {SAME}"
-            )
+            names = f"process{'es' * (len(missing) > 1)} {' and '.join(missing)} of {processes}"
+            port = server.getsockname()[1]
+            raise ValueError(f"{names} did not come to port {port} within {PATIENCE:.0f} seconds: {SAME}")
         for number, peer in came.items():
             if peer in heard:  # its end: a process sends nothing more before all have come
                 raise ValueError(
