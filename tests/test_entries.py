@@ -62,7 +62,7 @@ ALLOWED = {  # what only looks like a comparison with an entry's name
         "{'token': token, 'logprob': value, 'bytes': [*token.encode(errors='rep",
         "{'text': piece.text, 'token': piece.token, 'origin': piece.origin, 'le",
     ],
-    "config.py": ["config.dtype == 'auto'", "self.dtype != 'auto'"],
+    "config.py": ["dtype == 'auto'", "self.dtype != 'auto'"],
     "evaluation/tpus.py": ["run.dtype == 'auto'"],  # no vocabulary, but a dtype
     "inference/ray_jobs.py": ["address in ('local', 'auto')"],
     "cluster.py": ["cluster == 'auto'"],
