@@ -1,6 +1,6 @@
 """Random numbers: tables made once per decoding, and sampling of tokens with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -79,23 +79,30 @@ def noise(
     (row, Role, position). A position that is drawn again after a rollback then uses the same number, which is
     exact if the tokens that were rolled back did not affect those that remain. In block verification they do.
     There, an entry has the width of each round that encloses the sampler's draws, the outermost first, and a
-    number belongs to one round: its key is folded with the positions at which these rounds began and with the
-    offset. Rows outside `by_round` [B] (None: all rows are inside) still use the numbers of their positions.
+    number belongs to one round: it depends on the positions at which these rounds began and on the offset.
+    Rows outside `by_round` [B] (None: all rows are inside) still use the numbers of their positions.
 
     The numbers do not depend on a row's batch, on `length` or on block sizes. They are made once before the
     loop, because hashing keys inside it costs more than everything else in a round besides the models. A row
     takes 8 length prod(sizes[k]) bytes for each sampler k.
     """
 
-    def uniforms(key: Array, sizes: tuple[int, ...]) -> Array:
-        if not sizes:
-            return jax.random.uniform(key)
-        return jax.vmap(lambda n: uniforms(jax.random.fold_in(key, n), sizes[1:]))(jnp.arange(sizes[0]))
+    def folded(key: Array, size: int, of_key: Callable[[Array], Array], axis: int) -> Array:
+        return jax.vmap(lambda n: of_key(jax.random.fold_in(key, n)), out_axes=axis)(jnp.arange(size))
+
+    def by_position(key: Array) -> Array:
+        return folded(key, length, jax.random.uniform, 0)
+
+    def by_rounds(key: Array, sizes: tuple[int, ...]) -> Array:
+        if not sizes:  # the longest axis without a key for each entry: half as many hashes
+            with jax.threefry_partitionable(True):  # number n does not depend on the length
+                return jax.random.uniform(key, (length,))
+        return folded(key, sizes[0], lambda folded_key: by_rounds(folded_key, sizes[1:]), 1)
 
     def table(level: int, sizes: tuple[int, ...]) -> Array:
         roles = level * len(Role) + jnp.arange(len(Role))
         by_role = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, roles)
-        return jax.vmap(jax.vmap(lambda key: uniforms(key, (length, *sizes))))(by_role)
+        return jax.vmap(jax.vmap(lambda key: by_rounds(key, sizes) if sizes else by_position(key)))(by_role)
 
     def of_positions(level: int, sizes: tuple[int, ...]) -> Array:
         grid = jnp.indices((length, *sizes)).sum(axis=0)
