@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Bool, Float, Int, Key
 
 from speccascade_jax.core.transforms import first
@@ -125,7 +126,28 @@ def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"
     It inverts the cumulative sum at `u`, uniform in [0, 1). A token of weight zero is never returned, even if
     u = 0, if u * total rounds up to the total, or if the parallel sum is not monotone in its last bits.
     """
+    return lax.platform_dependent(u, weights, cpu=_by_blocks, default=lambda *given: _inverted(*given)[0])
+
+
+def _inverted(
+    u: Float[Array, " B"], weights: Float[Array, "B N"], of_total: bool = True
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """The first entry with weight at which the cumulative sum exceeds `u`, or `u` times the total, and by how
+    much `u` then exceeds the sum of those before it."""
     cumulative = jnp.cumsum(weights, axis=-1)
-    total = jnp.max(jnp.where(weights > 0, cumulative, 0.0), axis=-1, keepdims=True)
-    threshold = jnp.minimum(u[:, None] * total, jnp.nextafter(total, 0.0))
-    return first((cumulative > threshold) & (weights > 0))
+    total = jnp.max(jnp.where(weights > 0, cumulative, 0.0), axis=-1)
+    threshold = jnp.minimum(u * total if of_total else u, jnp.nextafter(total, 0.0))
+    index = first((cumulative > threshold[:, None]) & (weights > 0))
+    before = jnp.take_along_axis(cumulative, index[:, None] - 1, axis=1, mode="clip")[:, 0]
+    return index, threshold - jnp.where(index > 0, before, 0.0)
+
+
+def _by_blocks(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """draw() by a block of about the root of V tokens, then a token in it: XLA's cumulative sum over all
+    takes nine times as long on CPUs."""
+    size = weights.shape[-1]
+    width = 1 << (size.bit_length() + 1) // 2
+    blocks = jnp.pad(weights, ((0, 0), (0, -size % width))).reshape(len(weights), -1, width)
+    block, rest = _inverted(u, jnp.sum(blocks, axis=-1))
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1, mode="clip")[:, 0]
+    return jnp.minimum(block * width + _inverted(rest, inside, False)[0], size)

@@ -27,6 +27,17 @@ def test_draw_inverts_the_distribution():
     assert tokens.tolist() == [0, 0, 1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("size", [2, 1000, 4096])
+def test_each_token_is_drawn_by_the_middle_of_its_interval(size):
+    rng = np.random.default_rng(1)
+    weights = (rng.random(size) + 0.5).astype(np.float32)
+    weights[1:-1][rng.random(size - 2) < 0.7] = 0
+    through, tokens = np.cumsum(weights, dtype=np.float64), np.flatnonzero(weights)
+    middle = (through - weights / 2)[tokens] / through[-1]
+    drawn = draw(jnp.asarray(middle, jnp.float32), jnp.tile(jnp.asarray(weights), (len(tokens), 1)))
+    np.testing.assert_array_equal(drawn, tokens)
+
+
 def test_noise_depends_on_key_role_and_position_only():
     keys = jax.vmap(jax.random.key)(jnp.arange(3))
     table = noise(keys, ((), ()), length=10).levels

@@ -9,7 +9,7 @@ import pytest
 from recomputation import recomputed
 from toys import CUTS, transform
 
-from speccascade_jax.core.transforms import TRUNCATIONS, SamplingOptions, largest, token_probs
+from speccascade_jax.core.transforms import FEW, TRUNCATIONS, SamplingOptions, largest, nucleus, token_probs
 
 LOGITS = 2 * np.random.default_rng(0).normal(size=(6, 12)).astype(np.float32)
 TEMPERATURES = 0.0, 0.6, 1.0, 2.5
@@ -117,6 +117,32 @@ def test_top_k_and_top_p_break_ties_by_id():
     )
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(1.0, top_p=1.0)), [0.2] * 5, atol=1e-6)
     np.testing.assert_allclose(token_probs(flat, SamplingOptions(0.0)), [1, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("size", [5, 3000])
+def test_a_nucleus_is_the_smallest_set_of_its_mass(size):
+    """With ties, in rows whose nuclei have few tokens, many or all."""
+    rng = np.random.default_rng(1)
+    logits = np.round(
+        rng.normal(size=(6, 3, size)) * np.array([[[9.0]], [[5]], [[2]], [[0.5]], [[9]], [[1]]]), 1
+    )
+    probs = np.asarray(token_probs(jnp.asarray(logits), SamplingOptions(1.0)))
+    mass = np.array([0.3, 0.9, 0.5, 0.97, 1.0, 1e-9])[:, None, None]
+    order = np.argsort(-probs, axis=-1, kind="stable")
+    descending = np.take_along_axis(probs, order, axis=-1).astype(np.float64)
+    before = np.cumsum(descending, axis=-1) - descending
+    inside = np.zeros(probs.shape, bool)
+    np.put_along_axis(inside, order, (before < mass) | (mass == 1), axis=-1)
+    np.testing.assert_array_equal(nucleus(jnp.asarray(probs), mass, None), inside)
+    for row in range(len(probs)):  # whatever the other rows need
+        np.testing.assert_array_equal(nucleus(jnp.asarray(probs[row]), mass[row], None), inside[row])
+    if size > FEW:
+        counts = inside.sum(-1)
+        assert (
+            counts.min() == 1
+            and ((counts > 1) & (counts < FEW)).any()
+            and ((counts > FEW) & (counts < size)).any()
+        )
 
 
 @pytest.mark.parametrize("flatness", [0.2, 1.0, 5.0])
