@@ -150,13 +150,18 @@ def row_of(points: Sequence[Comparison], verifier: Comparison) -> list[Any]:
     return shown(chosen, "" if as_good or name in SINGLE_MODEL else WORSE)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TradeOff(Sweep):
     """Each rule's cheapest point at the verifier's quality, with a table for each temperature."""
+
+    suffix: str = ""  # of the tables' names
 
     def measure(self, bench: Bench) -> Findings:
         comparisons = self.measurements(bench).measure(self.points(), bench.folder)
         tables = {
-            f"{self.config}-at-{temperature:g}".replace(".", "-"): self._table(comparisons, temperature)
+            f"{self.config}{self.suffix}-at-{temperature:g}".replace(".", "-"): self._table(
+                comparisons, temperature
+            )
             for temperature in self.temperatures
         }
         picture = plots.page(comparisons, self.metric, self.axis)

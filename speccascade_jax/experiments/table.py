@@ -146,6 +146,20 @@ TRANSLATION = Experiment(
         | {"methods": ("speculative", "lossy", "token_v3", "opt", "cactus"), "temperatures": (0.0, 1.0)},
     ),
 )
+TRANSLATION_OTHERS = Experiment(
+    "trade-offs-translation-others",
+    "The trade-offs of diff and relaxed, next to opt, on the shipped translation pair.",
+    "trade-offs",
+    sweeps.TradeOff(
+        config="demo",
+        block_sizes=("adaptive",),
+        inputs=300,
+        split="test",
+        suffix="-others",
+        picture="tradeoff-others",
+        **TRADED | {"methods": ("speculative", "opt", "diff", "relaxed"), "temperatures": (0.0, 1.0)},
+    ),
+)
 DATA_TO_TEXT = Experiment(
     "trade-offs-e2e",
     "The trade-offs of the rules on the shipped data-to-text pair.",
@@ -425,6 +439,7 @@ EXPERIMENTS = {
         QUALITY,
         ARCHITECTURES,
         TRANSLATION,
+        TRANSLATION_OTHERS,
         DATA_TO_TEXT,
         PROBLEMS,
         CAPTIONS,
