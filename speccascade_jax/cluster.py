@@ -266,14 +266,13 @@ class Member(Job):
         if not self.first:
             message = self.hear()
             if "error" in message:
-                self.failed = True
                 raise ValueError(f"process 0: {message['error']}")
             return message["value"]
         try:
             value = make()
         except (ValueError, OSError) as error:
             self.failed = True
-            self.tell({"error": str(error)})
+            self._send("refusal", {"error": str(error)})
             raise
         self.tell({"value": value})
         return value
@@ -301,7 +300,8 @@ class Member(Job):
 
     def fail(self, error: BaseException) -> None:
         """Notifies the others that this process is exiting, unless they know. If the cause is another
-        process's exit, this process reports it and exits here."""
+        process's exit, this process reports it and exits here. After a refusal the first process exits last:
+        the others may still be connecting to JAX's service, which it runs."""
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(WORD)
         known, self.failed = self.failed, True
@@ -309,6 +309,9 @@ class Member(Job):
         if not known:
             reason = str(error) or type(error).__name__
             self._send("lost", f"process {self.number} of {self.processes} has failed ({reason.rstrip('.')})")
+        elif self.first:
+            for listener in self.listeners:
+                listener.join(WORD)
 
     def _send(self, kind: str, content: Any = None) -> None:
         line = json.dumps([kind, content]).encode() + b"\n"
@@ -322,7 +325,8 @@ class Member(Job):
         with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
             for line in lines:
                 kind, content = json.loads(line)
-                if kind == "message":
+                if kind in ("message", "refusal"):
+                    self.failed |= kind == "refusal"  # what follows is no death
                     self.messages.put(content)
                 elif kind == "through":
                     through = True

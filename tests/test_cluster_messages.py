@@ -30,7 +30,7 @@ def ended(monkeypatch):
     monkeypatch.setattr(cluster, "exit_saying", end)
     monkeypatch.setattr(cluster, "FAILED", threading.Event())
     monkeypatch.setattr(cluster.jax.distributed, "shutdown", lambda: None)
-    return lambda: over.wait(10) and sentences
+    return lambda seconds=10: over.wait(seconds) and sentences
 
 
 @pytest.fixture
@@ -121,6 +121,28 @@ def test_a_refusal_by_the_first_process_is_raised_by_all(pair):
         first.share(refuse)
     with pytest.raises(ValueError, match="process 0: input is 'x'; give another"):
         second.share(refuse)
+
+
+def test_a_refusal_is_no_death_for_a_process_that_hears_of_it_later(pair, ended):
+    """It may still be connecting when the first process, which waits for it, has given up and exited."""
+    first, second = pair
+    with pytest.raises(OSError, match="no such file"):
+        first.share(refuse)
+    exiting = threading.Thread(target=first.fail, args=[OSError("no such file")])
+    exiting.start()
+    exiting.join(0.2)
+    assert exiting.is_alive()
+    first.peers[1].shutdown(socket.SHUT_RDWR)
+    for listener in second.listeners:
+        listener.join(10)
+    exiting.join(10)
+    assert not exiting.is_alive() and not ended(0)
+    with pytest.raises(ValueError, match="process 0: no such file"):
+        second.share(refuse)
+
+
+def refuse():
+    raise OSError("no such file")
 
 
 def test_other_flags_are_named(pair):
