@@ -22,6 +22,7 @@ from speccascade_jax.experiments.findings import (
     task_of,
 )
 from speccascade_jax.settings import Settings
+from speccascade_jax.training.data import joined_examples
 
 WORSE = " *"
 """The suffix of a rule without a point at the verifier's quality."""
@@ -81,8 +82,9 @@ class Sweep:
     @property
     def about(self) -> str:
         """A description of the data for titles."""
-        times = f", times of {self.timed}" if self.timed else ""
-        return f"{self.inputs} examples of the {self.split} split in {dtype_of(self.pair)}{times}"
+        task, times = task_of(self.pair), f", times of {self.timed}" if self.timed else ""
+        count = min(self.inputs, len(joined_examples(task, getattr(task, self.split))))
+        return f"{count} examples of the {self.split} split in {dtype_of(self.pair)}{times}"
 
     @property
     def metric(self) -> str:
