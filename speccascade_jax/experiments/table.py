@@ -132,33 +132,33 @@ ARCHITECTURES = Experiment(
     "architectures",
     models.Models(pairs=("e2e_gemma", "e2e_qwen"), dtypes=("float32",), inputs=1000),
 )
-TRANSLATION = Experiment(
-    "trade-offs-translation",
-    "The trade-offs of the rules on the shipped translation pair, with and without truncation.",
-    "trade-offs",
-    sweeps.TradeOff(
-        config="demo",
-        block_sizes=("adaptive",),
-        inputs=300,
-        split="test",
-        picture="tradeoff",
-        **TRADED
-        | {"methods": ("speculative", "lossy", "token_v3", "opt", "cactus"), "temperatures": (0.0, 1.0)},
-    ),
-)
-TRANSLATION_OTHERS = Experiment(
-    "trade-offs-translation-others",
-    "The trade-offs of diff and relaxed, next to opt, on the shipped translation pair.",
-    "trade-offs",
-    sweeps.TradeOff(
-        config="demo",
-        block_sizes=("adaptive",),
-        inputs=300,
-        split="test",
-        suffix="-others",
-        picture="tradeoff-others",
-        **TRADED | {"methods": ("speculative", "opt", "diff", "relaxed"), "temperatures": (0.0, 1.0)},
-    ),
+TRANSLATION = tuple(
+    Experiment(
+        f"trade-offs-translation{suffix}",
+        summary,
+        "trade-offs",
+        sweeps.TradeOff(
+            config="demo",
+            block_sizes=("adaptive",),
+            inputs=300,
+            split="test",
+            suffix=suffix,
+            picture=f"tradeoff{suffix}",
+            **TRADED | {"methods": methods, "temperatures": (0.0, 1.0)},
+        ),
+    )
+    for suffix, methods, summary in (
+        (
+            "",
+            ("speculative", "lossy", "token_v3", "opt", "cactus"),
+            "The trade-offs of the rules on the shipped translation pair, with and without truncation.",
+        ),
+        (
+            "-others",
+            ("speculative", "opt", "diff", "relaxed"),
+            "The trade-offs of diff and relaxed, next to opt, on the shipped translation pair.",
+        ),
+    )
 )
 DATA_TO_TEXT = Experiment(
     "trade-offs-e2e",
@@ -438,8 +438,7 @@ EXPERIMENTS = {
         OTHERS,
         QUALITY,
         ARCHITECTURES,
-        TRANSLATION,
-        TRANSLATION_OTHERS,
+        *TRANSLATION,
         DATA_TO_TEXT,
         PROBLEMS,
         CAPTIONS,
