@@ -126,7 +126,9 @@ def draw(u: Float[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"
     It inverts the cumulative sum at `u`, uniform in [0, 1). A token of weight zero is never returned, even if
     u = 0, if u * total rounds up to the total, or if the parallel sum is not monotone in its last bits.
     """
-    return lax.platform_dependent(u, weights, cpu=_by_blocks, default=lambda *given: _inverted(*given)[0])
+    return lax.platform_dependent(
+        u, weights, cpu=_by_blocks, default=lambda u, weights: _inverted(u, weights)[0]
+    )
 
 
 def _inverted(
