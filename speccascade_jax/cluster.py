@@ -35,7 +35,8 @@ LOST = os.EX_TEMPFAIL
 """The exit code if another process has ended."""
 SAME = "start all at the same time, with the same cluster except for their numbers."
 WORD = 10.0
-"""After a failed collective, a process waits this many seconds for a notice that another has ended."""
+"""How many seconds a process waits, at its end or after a failed collective, for notice that others have
+ended."""
 FAILED = threading.Event()
 """Set if this process, a member of a job, ends because of an error."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -295,8 +296,13 @@ class Member(Job):
         else:
             jax.distributed.shutdown()
             self.peers[0].shutdown(socket.SHUT_RDWR)
+        self._await_ends()
+
+    def _await_ends(self) -> None:
+        """Waits until the others have closed their connections, for WORD seconds in all."""
+        deadline = time.monotonic() + WORD
         for listener in self.listeners:
-            listener.join(WORD)
+            listener.join(max(deadline - time.monotonic(), 0))
 
     def fail(self, error: BaseException) -> None:
         """Notifies the others that this process is exiting, unless they know. If the cause is another
@@ -310,8 +316,7 @@ class Member(Job):
             reason = str(error) or type(error).__name__
             self._send("lost", f"process {self.number} of {self.processes} has failed ({reason.rstrip('.')})")
         elif self.first:
-            for listener in self.listeners:
-                listener.join(WORD)
+            self._await_ends()
 
     def _send(self, kind: str, content: Any = None) -> None:
         line = json.dumps([kind, content]).encode() + b"\n"

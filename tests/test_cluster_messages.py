@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import pytest
@@ -143,6 +144,23 @@ def test_a_refusal_is_no_death_for_a_process_that_hears_of_it_later(pair, ended)
 
 def refuse():
     raise OSError("no such file")
+
+
+def test_processes_that_hang_delay_the_first_one_together(monkeypatch, ended):
+    """Not one after the other."""
+    monkeypatch.setattr(cluster, "WORD", 0.5)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+    first = Member(0, 5, dict(enumerate(ours, 1)))
+    with pytest.raises(OSError, match="no such file"):
+        first.share(refuse)
+    begun = time.monotonic()
+    first.fail(OSError("no such file"))
+    assert 0.5 <= time.monotonic() - begun < 1.5
+    for hanging in theirs:
+        hanging.close()
+    for listener in first.listeners:
+        listener.join(10)
+    assert not ended(0)
 
 
 def test_other_flags_are_named(pair):
