@@ -149,7 +149,9 @@ def refuse():
 def test_processes_that_hang_delay_the_first_one_together(monkeypatch, ended):
     """Not one after the other."""
     monkeypatch.setattr(cluster, "WORD", 0.5)
-    ours, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = [socket.create_connection(server.getsockname()) for _ in range(4)]
+        ours = [server.accept()[0] for _ in theirs]
     first = Member(0, 5, dict(enumerate(ours, 1)))
     with pytest.raises(OSError, match="no such file"):
         first.share(refuse)
@@ -161,6 +163,8 @@ def test_processes_that_hang_delay_the_first_one_together(monkeypatch, ended):
     for listener in first.listeners:
         listener.join(10)
     assert not ended(0)
+    for connection in ours:
+        connection.close()
 
 
 def test_other_flags_are_named(pair):
