@@ -242,9 +242,11 @@ class Job:
         first, here = (json.loads(json.dumps(x)) for x in (self.share(lambda: settings), settings))
         names = sorted(name for name in {*first, *here} if first.get(name, ...) != here.get(name, ...))
         if names:
+            name = names[0]
             raise ValueError(
-                f"process {self.number} was started with another {names[0]} than process 0: start all with "
-                "the same flags, but for the numbers in cluster."
+                f"process {self.number} has another {name} than process 0 ({here.get(name)!r}, not "
+                f"{first.get(name)!r}): start all with the same flags, but for the numbers in cluster, and "
+                f"set {name} if its default depends on the machine."
             )
 
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import AvoidSubcommands, Suppress, arg
@@ -380,6 +380,10 @@ class DecodeConfig(Settings):
         samplers = {name: _described(made) for name, made in self.samplers.items()}
         del fields["samplers"]
         return fields | ({"samplers": samplers} if samplers else {})
+
+    def on_this_machine(self) -> Self:
+        """The config with the dtype that `auto` means here, so that a record of it says which it was."""
+        return dataclasses.replace(self, dtype=dtype_of(self))
 
     @property
     def settings(self) -> Settings:

@@ -172,7 +172,7 @@ def test_other_flags_are_named(pair):
     first.agree({"alpha": 0.1, "stop": ("a",)})
     second.agree({"alpha": 0.1, "stop": ("a",)})
     first.agree({"alpha": 0.1})
-    with pytest.raises(ValueError, match="another alpha than process 0"):
+    with pytest.raises(ValueError, match=r"another alpha than process 0 \(0\.2, not 0\.1\): "):
         second.agree({"alpha": 0.2})
 
 

@@ -249,7 +249,7 @@ def decode(arguments: Arguments) -> None:
 
 def decode_with(job: Job, arguments: Arguments) -> None:
     """Decodes the inputs of the first process on the devices of all; the first process writes the outputs."""
-    run, screen = arguments.run, console(quiet=not job.first)
+    run, screen = arguments.run.on_this_machine(), console(quiet=not job.first)
     job.agree(settings_of(run))
     mesh = decoding_mesh(run.tensor_parallel, run.batch_size > 1)
     if arguments.precompile:

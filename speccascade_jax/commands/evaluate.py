@@ -218,6 +218,8 @@ def evaluate(arguments: Arguments) -> None:
 
 def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
     """Decodes with all processes of a job; the first process scores."""
+    if arguments.ray is None:  # otherwise each worker has its own machine
+        arguments = dataclasses.replace(arguments, run=arguments.run.on_this_machine())
     run, screen = arguments.run, console(quiet=not job.first)
     job.agree(settings_of(arguments, "", 0) | {"methods": arguments.methods, "batch_size": run.batch_size})
     examples = joined_examples(task, getattr(task, arguments.split))[: arguments.limit]

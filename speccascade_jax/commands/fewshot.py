@@ -219,7 +219,7 @@ def shared_prompts(job: Job, arguments: Arguments, task: FewShotTask) -> Prompts
 
 def evaluate_with(job: Job, arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
     """Decodes with all processes of a job; the first one scores and writes."""
-    screen = console(quiet=not job.first)
+    run, screen = run.on_this_machine(), console(quiet=not job.first)
     job.agree(run.record() | {"methods": arguments.methods})
     prompts = shared_prompts(job, arguments, task)
     kept = run.record("task", "missing", "examples", "method", "batch_size", "prefix_cache_bytes")

@@ -40,7 +40,7 @@ from speccascade_jax.commands.commandline import (
     task_of,
     whole_words,
 )
-from speccascade_jax.config import DecodeConfig
+from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Scheme
 from speccascade_jax.core.nests import network_of
@@ -654,7 +654,7 @@ def steps_of(arguments: Arguments) -> dict[str, Any]:
 def plan_with(job: Job, arguments: Arguments) -> None:
     """Measures on the devices of all processes of a job; the first process decides, prints and writes."""
     run, screen = arguments.run, console(quiet=not job.first)
-    job.agree(steps_of(arguments))
+    job.agree(steps_of(arguments) | {"dtype": dtype_of(run)})
     mesh = decoding_mesh(run.tensor_parallel, batched=False)  # texts are timed one at a time
     texts = job.share(partial(checked_inputs, arguments))
     cascade = Cascade.from_config(run, mesh)

@@ -302,7 +302,7 @@ def serve_here(arguments: Arguments, limits: Any) -> None:
 
     with joined(arguments.cluster) as job:
         job.agree(
-            {**arguments.run.record(), "also": arguments.also, "methods": arguments.methods}
+            {**arguments.run.on_this_machine().record(), "also": arguments.also, "methods": arguments.methods}
             | {"rows": arguments.rows, "chunk": arguments.chunk}
         )
         listening = job.first and bound(arguments.host, arguments.port)

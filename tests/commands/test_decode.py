@@ -114,6 +114,18 @@ def test_an_interrupted_run_resumes_where_its_output_ends(t5_pair, inputs, tmp_p
     assert out.read_bytes() == whole
 
 
+def test_a_run_resumes_in_the_same_dtype_only(t5_pair, inputs, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.jsonl"
+    flags = ("--input", inputs, "--output", out, "--limit", 1, "--dtype", "auto")
+    monkeypatch.setenv("SPECCASCADE_DTYPE", "float32")
+    assert run(t5_pair, *flags) == 0
+    whole = out.read_bytes()
+    monkeypatch.setenv("SPECCASCADE_DTYPE", "bfloat16")  # as on another machine
+    assert run(t5_pair, *flags) == 2
+    assert "(see dtype in " in capsys.readouterr().err
+    assert out.read_bytes() == whole
+
+
 @pytest.mark.full(quick=["json"])
 @pytest.mark.parametrize(
     "line", [b"12", b'{"source": "KEPT"}', b"{", b"\xff"], ids=["number", "fields", "json", "utf-8"]
