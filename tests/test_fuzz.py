@@ -100,16 +100,17 @@ def flags(values, names):
 DECODING = (
     flags(
         NUMBERS,
-        "alpha block-size max-block-size stop-below temperature top-k top-p min-p seed "
-        "max-new-tokens batch-size max-source-length tensor-parallel limit",
+        "alpha block-size max-block-size stop-below temperature top-k top-p min-p top-n-sigma seed "
+        "max-new-tokens batch-size max-source-length tensor-parallel limit acceptance round-cost "
+        "relaxed-top-k prefix-cache-bytes",
     )
-    | flags(WORDS, "method stop prefix suffix dtype config vocabulary hand-over")
-    | flags(PATHS, "drafter verifier tokenizer models")
+    | flags(WORDS, "method stop prefix suffix dtype config vocabulary hand-over verification alpha-after")
+    | flags(PATHS, "drafter verifier tokenizer models router")
 )
 SCORING = DECODING | flags(WORDS, "task split methods") | flags(PATHS, "output") | flags(NUMBERS, "join")
 FLAGS = {
-    "decode": DECODING | flags(WORDS, "text cluster") | flags(PATHS, "input output summary"),
-    "evaluate": SCORING | flags(WORDS, "cluster") | flags(PATHS, "summary"),
+    "decode": DECODING | flags(WORDS, "text cluster ray") | flags(PATHS, "input output summary"),
+    "evaluate": SCORING | flags(WORDS, "cluster ray") | flags(PATHS, "summary"),
     "tradeoff": SCORING
     | flags(PATHS, "pick")
     | flags(WORDS, "truncations")
@@ -133,7 +134,7 @@ FLAGS = {
     | flags(NUMBERS, "max-block most-models"),
     "serve": DECODING
     | flags(PATHS, "api-key-file also")
-    | flags(WORDS, "host methods cors page cluster")
+    | flags(WORDS, "host methods cors page cluster ray")
     | flags(NUMBERS, "rows max-queue rounds timeout max-body drain-seconds"),
     "load": flags(WORDS, "config") | flags(PATHS, "input output") | flags(NUMBERS, "rows clients minutes"),
 }

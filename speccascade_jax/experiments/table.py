@@ -263,6 +263,30 @@ HEADS = Experiment(
         trials=3,
     ),
 )
+ALIKE = "trained alike"
+SHARED = "runs/demo_shared_drafter@drafter", "runs/demo_shared_drafter"
+READERS = Experiment(
+    "drafters-in-turn",
+    "Whether a drafter that reads its verifier's states is faster than a separate one with as much training.",
+    "eagle",
+    races.Race(
+        key="demo",
+        baseline="demo",
+        runners=tuple(
+            races.Runner(config, size, changes, label)
+            for config, label, changes in (
+                ("demo", "", ()),
+                ("demo", ALIKE, (("drafter", "runs/demo_drafter/export"),)),
+                ("demo_shared", ALIKE, (("models", SHARED),)),
+                ("demo_block", ALIKE, ()),
+            )
+            for size in (3, 5, 8, 12)
+        ),
+        temperatures=(0.0, 1.0),
+        timed=60,
+        trials=2,
+    ),
+)
 ROUTER = Experiment(
     "learned-rule",
     "Whether the learned rule is better than opt at the same calls.",
@@ -451,6 +475,7 @@ EXPERIMENTS = {
         VOCABULARIES,
         BYTES,
         HEADS,
+        READERS,
         ROUTER,
         PRICED,
         MIXTURES,
