@@ -250,7 +250,7 @@ HEAD = (("drafter", "runs/word_problems_eagle3@drafter"), ("verifier", "runs/wor
 HEADS = Experiment(
     "eagle-word-problems",
     "Whether an EAGLE-3 head is faster than a separate drafter with as much training, on word problems.",
-    "eagle",
+    "verifier-states",
     races.Race(
         key="in-turn",
         baseline="word_problems",
@@ -268,7 +268,7 @@ SHARED = "runs/demo_shared_drafter@drafter", "runs/demo_shared_drafter"
 READERS = Experiment(
     "drafters-in-turn",
     "Whether a drafter that reads its verifier's states is faster than a separate one with as much training.",
-    "eagle",
+    "verifier-states",
     races.Race(
         key="demo",
         baseline="demo",
