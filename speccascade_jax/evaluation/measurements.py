@@ -52,14 +52,15 @@ class Measurements:
         trials: int,
         screen: Console,
     ):
-        self.run, self.task, self.timed, self.trials, self.screen = run, task, timed, trials, screen
+        self.run, self.task, self.timed = run.on_this_machine(), task, timed
+        self.trials, self.screen = trials, screen
         examples = joined_examples(task, getattr(task, split))[:limit]
         if not examples:
             raise FieldError("split", split, "choose another --split.", f"the {split} split is empty")
         self.sources = [source for source, _ in examples]
         self.references = [references for _, references in examples]
         check_references(task.metric, self.references)
-        self.settings = run.record(*SWEPT)
+        self.settings = self.run.record(*SWEPT)
         self.settings |= {"split": split, "join": task.join, "metric": task.metric, "examples": len(examples)}
 
     def qualities(self, points: list[Settings], folder: Path) -> dict[Settings, Quality]:

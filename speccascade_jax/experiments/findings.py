@@ -67,8 +67,8 @@ class Experiment:
 
 
 def pair(name: str, **changes: Any) -> DecodeConfig:
-    """A config of configs/ with changes to some fields."""
-    return dataclasses.replace(configs.load(name, DecodeConfig), **changes)
+    """A config of configs/ with changes to some fields, in the dtype that it has on this machine."""
+    return dataclasses.replace(configs.load(name, DecodeConfig), **changes).on_this_machine()
 
 
 def check_pair(run: DecodeConfig, split: str) -> None:
