@@ -13,6 +13,7 @@ from speccascade_jax import config as configs
 from speccascade_jax.commands import decode, tradeoff
 from speccascade_jax.commands.commandline import console
 from speccascade_jax.inference.text import Cascade
+from speccascade_jax.models.dtypes import automatic_dtype
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
 TASK = """
@@ -105,7 +106,7 @@ def test_a_sweep_picks_a_config_that_decodes(sweep, capsys):
 
 
 @pytest.mark.full
-def test_a_sweep_resumes_where_it_ends(sweep, tmp_path, capsys):
+def test_a_sweep_resumes_where_it_ends(sweep, tmp_path, capsys, monkeypatch):
     at, flags = sweep
     shutil.copytree(at, tmp_path / "again")
     flags = [flag.replace(str(at), str(tmp_path / "again")) for flag in flags]
@@ -127,6 +128,10 @@ def test_a_sweep_resumes_where_it_ends(sweep, tmp_path, capsys):
     (tmp_path / "again" / "picked.py").write_text("config = 3\n")
     assert tradeoff.main([*flags, "--at-quality=-1"]) == 2
     assert (tmp_path / "again" / "picked.py").read_text() == "config = 3\n"
+    with monkeypatch.context() as elsewhere:  # a machine where auto means another dtype
+        elsewhere.setenv("SPECCASCADE_DTYPE", "bfloat16" if automatic_dtype() == "float32" else "float32")
+        assert tradeoff.main(flags) == 2
+    assert "(see dtype in " in capsys.readouterr().err
     line = (tmp_path / "again" / "sweep" / "latency.jsonl").open("a")
     line.write("{}\n")
     line.close()
