@@ -100,7 +100,8 @@ class ExitTraining:
     # The exits that train at each step: `all`, `rotational` for one at a time in turn, or `gradual` to start
     # with the deepest exit and add the others over time.
     curriculum: str = "all"
-    # A checkpoint whose decoder initialises a drafter that reads its verifier's encoder.
+    # A checkpoint whose decoder initialises a drafter that reads its verifier's encoder. None: a slice of the
+    # verifier initialises it.
     drafter: str | None = None
     # The largest length of an EAGLE-3 head's own drafts that it learns from (training-time test).
     ahead: int = 7

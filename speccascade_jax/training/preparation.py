@@ -27,10 +27,12 @@ from speccascade_jax.models import (
     model_of,
 )
 from speccascade_jax.models.members import beneath
+from speccascade_jax.models.shared_encoder import SharedEncoderModel
 from speccascade_jax.parallel import parameter_sharding, tree_sharding
 from speccascade_jax.tokenizers.tokenizer import Tokenizer, train_tokenizer
 from speccascade_jax.training.data import texts
 from speccascade_jax.training.distillation import distilled
+from speccascade_jax.training.slices import with_slice
 
 
 def find_tokenizer(config: TrainConfig) -> Path:
@@ -102,12 +104,14 @@ def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State
 
 
 def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.State:
-    """A network's parameters with its drafter replaced by the decoder of config.exits.drafter, if that is
-    set."""
-    path = config.exits.drafter
-    if path is None or not isinstance(config.model, SharedEncoderConfig):
+    """A network's parameters with the drafter that reads its verifier's encoder replaced by the decoder of
+    config.exits.drafter or, if that is not set, by a slice of the verifier."""
+    path, shape = config.exits.drafter, config.model
+    if not isinstance(shape, SharedEncoderConfig):
         return params
-    network, drafter = checkpoints.config_of(path), config.model.drafter
+    if path is None:
+        return with_slice(SharedEncoderModel(shape), params)
+    network, drafter = checkpoints.config_of(path), shape.drafter
     if isinstance(network, type(drafter)):
         drafter = dataclasses.replace(drafter, num_encoder_layers=network.num_encoder_layers)
     placed, flat = load_placed(path, config, mesh, drafter).params, dict(nnx.to_flat_state(params))

@@ -23,6 +23,7 @@ from speccascade_jax.training.exits import layer_dropout, member_loss, split, we
 from speccascade_jax.training.loop import train
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters
+from speccascade_jax.training.slices import with_slice
 from speccascade_jax.training.steps import make_steps
 
 T5 = T5Config(
@@ -303,6 +304,18 @@ def test_a_drafter_starts_from_another_models_decoder(toy, tmp_path):
     wide = dataclasses.replace(config, model=SharedEncoderConfig(T5, dataclasses.replace(DRAFTER, d_ff=8)))
     with pytest.raises(ValueError, match="a different shape from the requested one: d_ff is 64, not 8"):
         first_parameters(wide, model_of(wide.model), make_mesh())
+
+
+def test_a_drafter_starts_from_a_slice_of_its_verifier_otherwise(toy):
+    base, full = toy
+    config = dataclasses.replace(base, model=FROZEN["reads states"], init=str(full), tokenizer=None)
+    params = dict(nnx.to_flat_state(first_parameters(config, model_of(config.model), make_mesh())))
+    model = model_of(config.model)
+    fresh = model.around(checkpoints.load(full).params, config.seed)
+    for path, value in nnx.to_flat_state(with_slice(model, fresh)):
+        np.testing.assert_array_equal(params[path][...], value[...])
+    read = np.asarray(params["states", "kernel"][...])
+    assert read.any() and not np.any(dict(nnx.to_flat_state(fresh))["states", "kernel"][...])
 
 
 @pytest.mark.parametrize(
