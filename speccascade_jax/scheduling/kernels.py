@@ -2,7 +2,7 @@
 
 Scoring a block multiplies a few vectors by every matrix of the verifier. For float32 XLA prefers YNNPACK to
 Eigen. On CPUs with AVX2 but not AVX-512, Eigen takes less time for up to 63 vectors (docs/log.md, "Eigen or
-YNNPACK"). On a CPU with AVX-512 it decoded no faster.
+YNNPACK"). On the CPU with AVX-512 that we tried, decoding with it was no faster.
 """
 
 import functools

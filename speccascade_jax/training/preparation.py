@@ -91,27 +91,29 @@ def prepare_tokenizer(config: TrainConfig) -> Tokenizer:
 
 def first_parameters(config: TrainConfig, model: Model, mesh: Mesh) -> nnx.State:
     """The parameters of config.init, or newly initialised ones, placed on the mesh. If config.init has only a
-    network's full model, the network's other parameters are newly initialised."""
+    network's full model, the network's other parameters are newly initialised; a drafter that reads its
+    verifier's encoder starts from config.exits.drafter or as a slice."""
     at = tree_sharding(mesh, model.abstract_params(), config.split_parameters)
     if config.init is None:
         return jax.jit(model.init, static_argnums=0, out_shardings=at)(config.seed)
     if isinstance(model, NetworkModel) and checkpoints.config_of(config.init).family != config.model.family:
         full = load_placed(config.init, config, mesh, full_of(config.model)).params
         params = with_decoder(model.around(full, config.seed), config, mesh)
-        return jax.device_put(with_frequent_tokens(params, config), at)
+        params = jax.device_put(with_frequent_tokens(params, config), at)
+        if isinstance(model, SharedEncoderModel) and config.exits.drafter is None:
+            return with_slice(model, params, at)
+        return params
     held = config.lora_base if config.lora_rank else "float32"
     return load_placed(config.init, config, mesh, config.model, held).params
 
 
 def with_decoder(params: nnx.State, config: TrainConfig, mesh: Mesh) -> nnx.State:
-    """A network's parameters with the drafter that reads its verifier's encoder replaced by the decoder of
-    config.exits.drafter or, if that is not set, by a slice of the verifier."""
-    path, shape = config.exits.drafter, config.model
-    if not isinstance(shape, SharedEncoderConfig):
+    """A network's parameters with its drafter replaced by the decoder of config.exits.drafter, if that is
+    set."""
+    path = config.exits.drafter
+    if path is None or not isinstance(config.model, SharedEncoderConfig):
         return params
-    if path is None:
-        return with_slice(SharedEncoderModel(shape), params)
-    network, drafter = checkpoints.config_of(path), shape.drafter
+    network, drafter = checkpoints.config_of(path), config.model.drafter
     if isinstance(network, type(drafter)):
         drafter = dataclasses.replace(drafter, num_encoder_layers=network.num_encoder_layers)
     placed, flat = load_placed(path, config, mesh, drafter).params, dict(nnx.to_flat_state(params))

@@ -6,35 +6,48 @@ layers are the verifier's last ones, with the heads and neurons that write most 
 data.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from speccascade_jax.models.shared_encoder import SharedEncoder, SharedEncoderModel
 from speccascade_jax.models.t5 import Attention, FeedForward, T5Config
 
-Array = np.ndarray
+Array = jax.Array
 
 
 def fits(drafter: T5Config, verifier: T5Config) -> bool:
     """Whether a drafter of this shape can be a slice of the verifier."""
-    alike = "vocab_size", "d_kv", "gated", "tied_embeddings", "shared_position_bias", "relative_buckets"
+    alike = (
+        "vocab_size",
+        "d_kv",
+        "gated",
+        "tied_embeddings",
+        "shared_position_bias",
+        "relative_buckets",
+        "relative_max_distance",
+    )
     smaller = "d_model", "num_heads", "d_ff", "num_decoder_layers"
     return all(getattr(drafter, name) == getattr(verifier, name) for name in alike) and all(
         getattr(drafter, name) <= getattr(verifier, name) for name in smaller
     )
 
 
-def with_slice(model: SharedEncoderModel, params: nnx.State) -> nnx.State:
+def with_slice(model: SharedEncoderModel, params: nnx.State, at: Any = None) -> nnx.State:
     """The parameters with the drafter, and the projections of what it reads, replaced by a slice of the
-    verifier. They are unchanged if the drafter's shape does not fit()."""
+    verifier, in the shardings `at`. They are unchanged if the drafter's shape does not fit()."""
     if not fits(model.config.drafter, model.config.verifier):
         return params
-    network = model.merged(jax.tree.map(lambda x: x, params))  # a copy, because values are replaced in place
-    replace_drafter(network)
+    return jax.jit(partial(_with_slice, model), out_shardings=at)(params)
+
+
+def _with_slice(model: SharedEncoderModel, params: nnx.State) -> nnx.State:
+    network = model.merged(params)
+    with jax.default_matmul_precision("highest"):
+        replace_drafter(network)
     return nnx.state(network)
 
 
@@ -48,13 +61,12 @@ def replace_drafter(network: SharedEncoder) -> None:
     if drafter.head is not None:
         put(drafter.head.kernel, kept.T @ head)
     if network.states is not None:  # the verifier's states are those after the norm
-        put(network.states.kernel, kept / scale)
+        put(network.states.kernel, jnp.where(scale == 0, 0, kept / scale))
 
     layers = list(zip(drafter.decoder, list(verifier.decoder)[-len(drafter.decoder) :], strict=True))
     # One choice for all layers, because they may share their position biases.
-    heads = largest(
-        np.sum([heads_written(full.attention, kept) for _, full in layers], axis=0), drafter.config.num_heads
-    )
+    written = jnp.stack([heads_written(full.attention, kept) for _, full in layers])
+    heads = largest(written.sum(axis=0), drafter.config.num_heads)
     biases = numbers(verifier.decoder_bias)[..., heads]
     put(drafter.decoder_bias, biases if drafter.config.shared_position_bias else biases[-len(layers) :])
     crossed = [largest(heads_written(full.cross, kept), drafter.config.num_heads) for _, full in layers]
@@ -63,7 +75,7 @@ def replace_drafter(network: SharedEncoder) -> None:
         for (_, full), chosen in zip(layers, crossed, strict=True)
         for product in (full.cross.key, full.cross.value)
     ]
-    source = leading(np.concatenate(read, axis=1), drafter.config.d_model)
+    source = leading(jnp.concatenate(read, axis=1), drafter.config.d_model)
     put(network.projection.kernel, source)
     for (layer, full), chosen in zip(layers, crossed, strict=True):
         stream = column(full.attention_norm.scale) * kept
@@ -93,9 +105,9 @@ def slice_mlp(small: FeedForward, full: FeedForward, read: Array, kept: Array) -
     if small.up is not None and full.up is not None:
         products.append((small.up, full.up))
     written = numbers(full.down.kernel) @ kept
-    sizes = np.linalg.norm(written, axis=1)
+    sizes = jnp.linalg.norm(written, axis=1)
     for _, whole in products:
-        sizes = sizes * np.linalg.norm(read.T @ numbers(whole.kernel), axis=0)
+        sizes = sizes * jnp.linalg.norm(read.T @ numbers(whole.kernel), axis=0)
     neurons = largest(sizes, small.down.kernel.shape[0])
     for product, whole in products:
         put(product.kernel, read.T @ numbers(whole.kernel)[:, neurons])
@@ -106,27 +118,27 @@ def heads_written(attention: Attention, kept: Array) -> Array:
     """[H]: how much each head of an attention writes in the directions `kept` [D, d]."""
     value, out = numbers(attention.value.kernel), numbers(attention.out.kernel) @ kept
     columns = [of_heads([head], attention) for head in range(attention.num_heads)]
-    return np.array([np.linalg.norm(value[:, chosen] @ out[chosen]) for chosen in columns])
+    return jnp.stack([jnp.linalg.norm(value[:, chosen] @ out[chosen]) for chosen in columns])
 
 
 def of_heads(heads: Any, attention: Attention) -> Array:
     """The columns of some heads in an attention's kernels."""
-    columns = np.arange(attention.out.kernel.shape[0]).reshape(attention.num_heads, -1)
-    return columns[np.asarray(heads)].ravel()
+    columns = jnp.arange(attention.out.kernel.shape[0]).reshape(attention.num_heads, -1)
+    return columns[jnp.asarray(heads)].ravel()
 
 
 def leading(matrix: Array, count: int) -> Array:
     """[D, count]: the orthonormal directions that hold most of the columns of `matrix` [D, N]."""
-    return np.linalg.eigh(matrix @ matrix.T)[1][:, ::-1][:, :count]
+    return jnp.linalg.eigh(matrix @ matrix.T)[1][:, ::-1][:, :count]
 
 
 def largest(sizes: Array, count: int) -> Array:
     """The indices of the largest sizes, in ascending order."""
-    return np.sort(np.argsort(sizes)[len(sizes) - count :])
+    return jnp.sort(jnp.argsort(sizes)[len(sizes) - count :])
 
 
 def numbers(parameter: Any) -> Array:
-    return np.asarray(parameter[...] if isinstance(parameter, nnx.Variable) else parameter, np.float32)
+    return jnp.asarray(parameter[...], jnp.float32)
 
 
 def column(scale: nnx.Param) -> Array:
@@ -137,5 +149,6 @@ def put(parameter: nnx.Param, values: Array, rescaled: bool = False) -> None:
     """Replaces a parameter; `rescaled` to its previous norm."""
     before = numbers(parameter)
     if rescaled:
-        values = values * (np.linalg.norm(before) / (np.linalg.norm(values) or 1.0))
-    parameter[...] = jnp.asarray(values.reshape(before.shape))
+        norm = jnp.linalg.norm(values)
+        values = values * (jnp.linalg.norm(before) / jnp.where(norm == 0, 1, norm))
+    parameter[...] = values.reshape(before.shape)

@@ -1,7 +1,10 @@
 """A drafter that begins as a slice of its verifier."""
 
 import dataclasses
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -106,10 +109,37 @@ def test_the_directions_are_those_that_the_head_reads():
     np.testing.assert_allclose(drafted, network.verifier.head(states), atol=1e-3)
 
 
+def test_no_value_is_read_on_the_host():
+    """A process of several has only its part of split parameters."""
+    model = SharedEncoderModel(
+        SharedEncoderConfig(VERIFIER, dataclasses.replace(VERIFIER, num_encoder_layers=0))
+    )
+    params = model.init(0)
+    shapes = jax.eval_shape(partial(with_slice, model), params)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+
+
+def test_a_scale_of_zero_divides_nothing():
+    def silent(network):
+        scale = network.verifier.decoder_norm.scale
+        scale[...] = scale[...].at[3].set(0)
+
+    network = network_of(VERIFIER, change=silent, num_decoder_layers=1)
+    for _, value in nnx.to_flat_state(nnx.state(network)):
+        assert np.isfinite(value[...]).all()
+
+
 @pytest.mark.parametrize(
-    "change", [{"d_model": 24}, {"num_decoder_layers": 4}, {"d_kv": 8}, {"gated": False}]
+    "change",
+    [
+        {"d_model": 24},
+        {"num_decoder_layers": 4},
+        {"d_kv": 8},
+        {"gated": False},
+        {"relative_max_distance": 64},
+    ],
 )
-def test_a_drafter_that_is_no_smaller_begins_anew(change):
+def test_a_drafter_whose_shape_is_no_slice_begins_anew(change):
     shape = dataclasses.replace(VERIFIER, num_encoder_layers=0, **change)
     model = SharedEncoderModel(SharedEncoderConfig(VERIFIER, shape))
     params = model.init(0)
