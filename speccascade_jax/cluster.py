@@ -32,7 +32,7 @@ PATIENCE = 50.0
 """How many seconds the processes of a run wait for one that has not come. Starting takes a few seconds more,
 so if one is killed before it comes, all end within a minute."""
 LOST = os.EX_TEMPFAIL
-"""The exit code if another process has ended."""
+"""The exit code if another process has ended for any reason but bad input."""
 SAME = "start all at the same time, with the same cluster except for their numbers."
 WORD = 10.0
 """How many seconds a process waits, at its end or after a failed collective, for notice that others have
@@ -316,7 +316,8 @@ class Member(Job):
         FAILED.set()
         if not known:
             reason = str(error) or type(error).__name__
-            self._send("lost", f"process {self.number} of {self.processes} has failed ({reason.rstrip('.')})")
+            end = f"process {self.number} of {self.processes} has failed ({reason.rstrip('.')})"
+            self._send("lost", [end, isinstance(error, ValueError)])
         elif self.first:
             self._await_ends()
 
@@ -328,7 +329,8 @@ class Member(Job):
 
     def _listen(self, number: int, peer: socket.socket) -> None:
         """Receives messages from a process until it exits."""
-        through, end = False, f"process {number} of {self.processes}, at {_host(peer)}, has died"
+        through, refused = False, False  # bad input is refused: the same command would fail again
+        end = f"process {number} of {self.processes}, at {_host(peer)}, has died"
         with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
             for line in lines:
                 kind, content = json.loads(line)
@@ -339,20 +341,21 @@ class Member(Job):
                     through = True
                     self.through.release()
                 else:
-                    end = content
+                    end, refused = content
                     break
         if not (through or self.failed):
-            self._send("lost", end)
-            exit_saying(f"error: {end}, and the job ends; the same command resumes.\n")
+            self._send("lost", [end, refused])
+            resumes = "" if refused else "; the same command resumes"
+            exit_saying(f"error: {end}, and the job ends{resumes}.\n", 2 if refused else LOST)
 
 
-def exit_saying(sentence: str) -> None:
-    """Exits with the code LOST. The sentence is the last line on stderr: what XLA's threads report about the
-    lost process at the same time comes before it or not at all."""
+def exit_saying(sentence: str, code: int) -> None:
+    """Exits with the code. The sentence is the last line on stderr: what XLA's threads report about the lost
+    process at the same time comes before it or not at all."""
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.write(stderr, sentence.encode())
-    os._exit(LOST)
+    os._exit(code)
 
 
 def _launched() -> Member:

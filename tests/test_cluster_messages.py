@@ -21,11 +21,11 @@ from speccascade_jax.parallel import decoding_mesh
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The sentences with which threads would have ended the process."""
+    """The sentences and codes with which threads would have ended the process."""
     sentences, over = [], threading.Event()
 
-    def end(sentence):
-        sentences.append(sentence)
+    def end(sentence, code):
+        sentences.append((sentence, code))
         over.set()
 
     monkeypatch.setattr(cluster, "exit_saying", end)
@@ -181,7 +181,7 @@ def test_a_connection_that_breaks_ends_the_process_and_names_the_other(victim, p
     pair[victim].failed = True  # a dead process does not report the other one's end
     [connection] = pair[victim].peers.values()
     connection.shutdown(socket.SHUT_RDWR)
-    assert any(f"process {victim} of 2, at 127.0.0.1, has died" in sentence for sentence in ended())
+    assert any(f"process {victim} of 2, at 127.0.0.1, has died" in sentence for sentence, _ in ended())
 
 
 def test_a_process_that_died_before_anyone_listened_is_noticed(ended):
@@ -193,14 +193,40 @@ def test_a_process_that_died_before_anyone_listened_is_noticed(ended):
     dying.close()
     with peer:
         Member(0, 2, {1: peer})
-        assert any("process 1 of 2, at an unknown address, has died" in sentence for sentence in ended())
+        assert any("process 1 of 2, at an unknown address, has died" in sentence for sentence, _ in ended())
 
 
 def test_an_error_is_reported_with_its_reason(pair, ended):
     pair[1].fail(OSError(28, "No space left on device"))
     assert cluster.FAILED.is_set()
-    [sentence] = ended()
-    assert "process 1 of 2 has failed ([Errno 28] No space left on device)" in sentence
+    end = "process 1 of 2 has failed ([Errno 28] No space left on device), and the job ends"
+    assert ended() == [(f"error: {end}; the same command resumes.\n", LOST)]
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_bad_input_of_one_process_is_that_of_all(refusing, pair, ended):
+    """The same command would fail again."""
+    pair[refusing].fail(ValueError("Start all with the same flags."))
+    end = f"process {refusing} of 2 has failed (Start all with the same flags), and the job ends"
+    assert ended() == [(f"error: {end}.\n", 2)]
+
+
+def test_the_first_process_passes_on_why_the_job_ends(ended):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        first = Member(0, 3, {number: server.accept()[0] for number in (1, 2)})
+    members = [Member(number, 3, {0: peer}) for number, peer in enumerate(theirs, 1)]
+    members[0].fail(ValueError("other flags"))
+    for listener in (*members[1].listeners, first.listeners[0]):
+        listener.join(10)
+    assert {*ended()} == {("error: process 1 of 3 has failed (other flags), and the job ends.\n", 2)}
+    first.failed = True
+    for connection in theirs:
+        connection.shutdown(socket.SHUT_RDWR)
+    for listener in (*first.listeners, *members[0].listeners):
+        listener.join(10)
+    for connection in (*theirs, *first.peers.values()):
+        connection.close()
 
 
 def test_the_sentence_is_the_last_line_whatever_else_is_reported():
@@ -209,7 +235,7 @@ def test_the_sentence_is_the_last_line_whatever_else_is_reported():
         "from speccascade_jax.cluster import exit_saying\n"
         "end = os._exit\n"
         "os._exit = lambda code: os.write(2, b'Socket closed\\n') and end(code)\n"
-        "exit_saying('error: process 0 of 2 has died.\\n')\n"
+        f"exit_saying('error: process 0 of 2 has died.\\n', {LOST})\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (LOST, "error: process 0 of 2 has died.\n")

@@ -122,6 +122,18 @@ def test_a_refusal_by_the_first_process_ends_all_with_its_sentence(arguments, en
     assert all("nothing.txt" in said and "Traceback" not in said for said in errors)
 
 
+@pytest.mark.full
+def test_other_flags_of_a_process_end_all_as_bad_input(arguments, environment, tmp_path):
+    address = free_address()
+    flags = [*arguments, f"--output={tmp_path / 'texts.jsonl'}", "--tensor-parallel=2"]
+    commands = [[*flags, f"--alpha=0.{n + 1}", f"--cluster={address},2,{n}"] for n in (0, 1)]
+    processes = start("decode.py", *commands, environment=environment)
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("process 1 has another alpha than process 0 (0.2, not 0.1)" in said for said in errors)
+    assert not any("Traceback" in said or "resumes" in said for said in errors)
+
+
 def requests(count, seed=0):
     """Bodies of unlike requests, each with a seed, and how many lines of it are read, if it streams."""
     rng = random.Random(seed)
