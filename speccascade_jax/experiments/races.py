@@ -1,10 +1,11 @@
-"""Races of lossless decoders (pairs, hierarchies, vocabularies) on the same inputs, in turn."""
+"""Races of lossless decoders (pairs, hierarchies, vocabularies, lookup) on the same inputs, in turn."""
 
 import dataclasses
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.core.samplers.named import SINGLE_MODEL
+from speccascade_jax.core.samplers.lookup import split_drafter
+from speccascade_jax.core.samplers.named import DRAFTER, SINGLE_MODEL
 from speccascade_jax.evaluation.turns import Times, times_as_fast, tokens_a_call
 from speccascade_jax.experiments.findings import (
     Bench,
@@ -26,19 +27,21 @@ class Runner:
     block_size: Any
     changes: tuple[tuple[str, Any], ...] = ()  # to fields of the config
     label: str = ""  # describes the changes; default: their values
+    beside: str = ""  # what needs no model and drafts next to the drafter, such as lookup
 
     @property
     def name(self) -> str:
         changes = [self.label] if self.label else [f"`{value}`" for _, value in self.changes]
-        return ", ".join([f"`{self.config}`", *changes])
+        return ", ".join([f"`{self.config}`", *changes, *([f"{self.beside} beside it"] * bool(self.beside))])
 
     def run(self, **settings: Any) -> DecodeConfig:
-        return pair(self.config, router=None, block_size=self.block_size, **settings, **dict(self.changes))
+        run = pair(self.config, router=None, block_size=self.block_size, **settings, **dict(self.changes))
+        return dataclasses.replace(run, drafter=f"{self.beside}+{run.drafter}") if self.beside else run
 
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """Compares lossless runners and the drafter alone with the verifier alone."""
+    """Compares lossless runners, and the drafter alone if it is a model, with the verifier alone."""
 
     key: str  # the table's name
     baseline: str  # config of the verifier and the drafter
@@ -64,16 +67,23 @@ class Race:
         times = times_of(bench, f"{self.key}.jsonl", decoders, texts, self.trials)
         rows = list[list[Any]]()
         for temperature in self.temperatures:
-            alone, *others = (times[f"{temperature:g}, {n}"] for n in range(2 + len(self.runners)))
-            names = [("drafter alone", ""), *((runner.name, runner.block_size) for runner in self.runners)]
+            names = [(f"{model} alone", "") for model in self._models[1:]]
+            names += [(runner.name, runner.block_size) for runner in self.runners]
+            alone, *others = (times[f"{temperature:g}, {n}"] for n in range(1 + len(names)))
             for (name, size), taken in zip(names, others, strict=True):
                 rows.append([f"{temperature:g}", name, size, *rates(taken), f"{times_as_fast(taken, alone)}"])
         return Findings({self.key: self._table(rows)})
 
+    @property
+    def _models(self) -> list[str]:
+        """Those that decode alone, the verifier first."""
+        is_model = split_drafter(pair(self.baseline).roles[0][1])[1]
+        return [model for model in SINGLE_MODEL if model != DRAFTER.name or is_model]
+
     def _decoders(self, temperature: float) -> list[DecodeConfig]:
-        """The verifier alone, the drafter alone, and the runners."""
+        """The models alone, and the runners."""
         same: dict[str, Any] = {"alpha": 0.0, "temperature": temperature, "dtype": self.dtype}
-        alone = (Runner(self.baseline, 1).run(method=model, **same) for model in SINGLE_MODEL)
+        alone = (Runner(self.baseline, 1).run(method=model, **same) for model in self._models)
         return [*alone, *(runner.run(method=self.method, **same) for runner in self.runners)]
 
     def _table(self, rows: list[list[Any]]) -> Table:

@@ -287,6 +287,43 @@ READERS = Experiment(
         trials=2,
     ),
 )
+QUOTED = Experiment(
+    "lookup-quoting",
+    "How much faster lossless decoding is if drafts are looked up, on a task whose texts quote the source.",
+    "lookup",
+    races.Race(
+        key="quoting",
+        baseline="webnlg_lookup",
+        runners=tuple(races.Runner("webnlg_lookup", size) for size in (2, 3, 5, 8)),
+        temperatures=(0.0, 1.0),
+        timed=60,
+        trials=3,
+    ),
+)
+LOOKUPS = tuple(
+    Experiment(
+        f"lookup-{config.replace('_', '-')}",
+        f"How fast decoding with lookup is, alone and beside the drafter, with {what}.",
+        "lookup",
+        races.Race(
+            key=config,
+            baseline=config,
+            runners=(
+                races.Runner(config, 5),
+                races.Runner(config, 5, beside="lookup"),
+                *(races.Runner(config, size, (("drafter", "lookup"),), "lookup") for size in (2, 5)),
+            ),
+            temperatures=(0.0, 1.0),
+            timed=40,
+            trials=3,
+        ),
+    )
+    for config, what in (
+        ("e2e", "the data-to-text pair"),
+        ("demo", "the translation pair"),
+        ("word_problems", "the pair for word problems"),
+    )
+)
 ROUTER = Experiment(
     "learned-rule",
     "Whether the learned rule is better than opt at the same calls.",
@@ -476,6 +513,8 @@ EXPERIMENTS = {
         BYTES,
         HEADS,
         READERS,
+        QUOTED,
+        *LOOKUPS,
         ROUTER,
         PRICED,
         MIXTURES,

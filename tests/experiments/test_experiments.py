@@ -200,6 +200,21 @@ def test_speeds_are_those_of_the_decoders(made_by_hand, tmp_path):
     assert {row[4] for row in result.tables["speeds"]["rows"]} == {"10.0"}  # the drafter alone
 
 
+@pytest.mark.parametrize("name, alone", [("lookup-quoting", []), ("lookup-e2e", ["drafter alone"])])
+def test_a_race_is_between_its_runners_and_models(name, alone, made_by_hand, tmp_path):
+    """Lookup is no model that could decode alone."""
+    measurement, result = run_experiment(name, tmp_path, {**SMALL, "choices": None})
+    [table] = result.tables.values()
+    names = [*alone, *(runner.name for runner in measurement.runners)]
+    assert [row[:2] for row in table["rows"]] == [[t, name] for t in ("0", "1") for name in names]
+    drafters = [runner.run().drafter for runner in measurement.runners]
+    if alone:
+        assert drafters[1] == f"lookup+{drafters[0]}" and set(drafters[2:]) == {"lookup"}
+        assert names[1:4] == ["`e2e`", "`e2e`, lookup beside it", "`e2e`, lookup"]
+    for row in table["rows"][len(alone) :: len(names)]:  # b + 1 times as fast, see above
+        assert row[-1] == "{0:.2f} ({0:.2f} to {0:.2f})".format(row[2] and int(row[2]) + 1)
+
+
 def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, tmp_path):
     """Every trial has one run of each decoder; the second measurement reads all of them."""
     calls = []
