@@ -89,8 +89,8 @@ class Race:
     def _table(self, rows: list[list[Any]]) -> Table:
         dtype = dtype_of(pair(self.baseline, dtype=self.dtype))
         return table(
-            f"Lossless decoders of {self.timed} inputs in turn, {dtype}, batch size 1, {self.trials} "
-            "trials (95%, paired over inputs).",
+            f"Lossless decoders of {self.timed} inputs of the {self.split} split in turn, {dtype}, batch size "
+            f"1, {self.trials} trials (95%, paired over inputs).",
             (
                 "T",
                 "decoder",
