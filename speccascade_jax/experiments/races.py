@@ -52,13 +52,14 @@ class Race:
     dtype: str = "auto"
     method: str = "speculative"
     split: str = "test"
+    least_source: int = 1  # least tokens of an input
 
     def check(self) -> None:
         for runner in (Runner(self.baseline, 1), *self.runners):
             check_pair(runner.run(), self.split)
 
     def measure(self, bench: Bench) -> Findings:
-        texts = inputs_of(pair(self.baseline), self.split, self.timed)
+        texts = inputs_of(pair(self.baseline), self.split, self.timed, self.least_source)
         decoders = {
             f"{temperature:g}, {n}": run
             for temperature in self.temperatures
@@ -88,9 +89,10 @@ class Race:
 
     def _table(self, rows: list[list[Any]]) -> Table:
         dtype = dtype_of(pair(self.baseline, dtype=self.dtype))
+        long = f" with {self.least_source} tokens or more" if self.least_source > 1 else ""
         return table(
-            f"Lossless decoders of {self.timed} inputs of the {self.split} split in turn, {dtype}, batch size "
-            f"1, {self.trials} trials (95%, paired over inputs).",
+            f"Lossless decoders of {self.timed} inputs{long} of the {self.split} split in turn, {dtype}, "
+            f"batch size 1, {self.trials} trials (95%, paired over inputs).",
             (
                 "T",
                 "decoder",

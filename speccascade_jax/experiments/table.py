@@ -287,19 +287,23 @@ READERS = Experiment(
         trials=2,
     ),
 )
-QUOTED = Experiment(
-    "lookup-quoting",
-    "How much faster lossless decoding is if drafts are looked up, on a task whose texts quote the source.",
-    "lookup",
-    races.Race(
-        key="quoting",
-        baseline="webnlg_lookup",
-        runners=tuple(races.Runner("webnlg_lookup", size) for size in (2, 3, 5, 8)),
-        temperatures=(0.0, 1.0),
-        timed=60,
-        trials=3,
-        split="validation",  # unlike the test split, it has only categories that occur in training
-    ),
+QUOTED = tuple(
+    Experiment(
+        f"lookup-{key}",
+        f"How much faster decoding with lookup is on a task whose texts quote the source, with {what}.",
+        "lookup",
+        races.Race(
+            key=key,
+            baseline="webnlg_lookup",
+            runners=tuple(races.Runner("webnlg_lookup", size) for size in (2, 3, 5, 8)),
+            temperatures=(0.0, 1.0),
+            timed=60,
+            trials=3,
+            split="validation",  # unlike the test split, it has only categories that occur in training
+            least_source=least,
+        ),
+    )
+    for key, what, least in (("quoting", "all inputs", 1), ("quoting-long", "long inputs", 60))
 )
 LOOKUPS = tuple(
     Experiment(
@@ -514,7 +518,7 @@ EXPERIMENTS = {
         BYTES,
         HEADS,
         READERS,
-        QUOTED,
+        *QUOTED,
         *LOOKUPS,
         ROUTER,
         PRICED,
