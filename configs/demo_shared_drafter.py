@@ -1,6 +1,6 @@
-"""A drafter that reads the bundled verifier's encoder and its states. It is initialised with the bundled
-drafter's decoder, and learns from the verifier's outputs and distributions; the verifier is frozen. The
-bundled drafter (config demo_shared) contains no copy of the verifier.
+"""A drafter that reads the bundled verifier's encoder and its states. It starts as a slice of the verifier, and
+learns from its distributions on its outputs for all training sentences, which are joined again in every epoch.
+The verifier is frozen. The bundled drafter (config demo_shared) contains no copy of it.
 """
 
 import dataclasses
@@ -32,11 +32,14 @@ config = dataclasses.replace(
         ),
         states=True,
     ),
-    exits=ExitTraining(frozen=True, drafter=str(DEMO / "drafter")),
-    distillation=0.7,
+    exits=ExitTraining(frozen=True),
+    distillation=1.0,
+    divergence="kl_to_lk",
     teacher=str(DEMO / "verifier"),
-    teacher_outputs="runs/demo_distilled_all.jsonl",
-    steps=3500,
-    learning_rate=0.01,
+    teacher_outputs="runs/demo_singles.jsonl",
+    teacher_singles=True,
+    steps=5000,
+    optimizer="muon",
+    learning_rate=0.015,
     validation_examples=0,
 )
