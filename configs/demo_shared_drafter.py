@@ -1,6 +1,6 @@
-"""A drafter that reads the bundled verifier's encoder and its states. It starts as a slice of the verifier, and
-learns from its distributions on its outputs for all training sentences, which are joined again in every epoch.
-The verifier is frozen. The bundled drafter (config demo_shared) contains no copy of it.
+"""A drafter that reads the bundled verifier's encoder and its states. It starts as a slice of the verifier,
+and learns from its distributions on its outputs for all training sentences, which are joined again in every
+epoch. The verifier is frozen. The bundled drafter (config demo_shared) contains no copy of it.
 """
 
 import dataclasses
