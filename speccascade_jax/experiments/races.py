@@ -5,7 +5,7 @@ from typing import Any
 
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.samplers.lookup import split_drafter
-from speccascade_jax.core.samplers.named import DRAFTER, SINGLE_MODEL
+from speccascade_jax.core.samplers.named import SAMPLERS
 from speccascade_jax.evaluation.turns import Times, times_as_fast, tokens_a_call
 from speccascade_jax.experiments.findings import (
     Bench,
@@ -77,9 +77,10 @@ class Race:
 
     @property
     def _models(self) -> list[str]:
-        """Those that decode alone, the verifier first."""
-        is_model = split_drafter(pair(self.baseline).roles[0][1])[1]
-        return [model for model in SINGLE_MODEL if model != DRAFTER.name or is_model]
+        """Those that decode alone, the verifier first: all that have a checkpoint."""
+        paths = [path for _, path in pair(self.baseline).roles]
+        models = {name: scheme.model for name, scheme in SAMPLERS.items() if scheme.model is not None}
+        return [name for name, place in models.items() if split_drafter(paths[place])[1]]
 
     def _decoders(self, temperature: float) -> list[DecodeConfig]:
         """The models alone, and the runners."""
