@@ -432,8 +432,8 @@ def _kept(connection: socket.socket) -> socket.socket:
 def joined(cluster: str | None) -> Iterator[Job]:
     """The job of all processes of a cluster (see connect()) or, without a cluster, of this process.
 
-    If another process ends inside the context, this one ends with the exit code LOST and a sentence that
-    names the other. Raises the same errors as connect().
+    If another process ends inside the context, this one ends with a sentence that names the other, and with
+    the exit code LOST, or 2 if the other refused its input. Raises the same errors as connect().
     """
     if cluster is None:
         yield Job()
