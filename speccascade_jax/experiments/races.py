@@ -32,7 +32,8 @@ class Runner:
     @property
     def name(self) -> str:
         changes = [self.label] if self.label else [f"`{value}`" for _, value in self.changes]
-        return ", ".join([f"`{self.config}`", *changes, *([f"{self.beside} beside it"] * bool(self.beside))])
+        beside = [f"{self.beside} beside it"] if self.beside else []
+        return ", ".join([f"`{self.config}`", *changes, *beside])
 
     def run(self, **settings: Any) -> DecodeConfig:
         run = pair(self.config, router=None, block_size=self.block_size, **settings, **dict(self.changes))

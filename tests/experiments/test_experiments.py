@@ -212,7 +212,7 @@ def test_a_race_is_between_its_runners_and_models(name, alone, made_by_hand, tmp
         assert drafters[1] == f"lookup+{drafters[0]}" and set(drafters[2:]) == {"lookup"}
         assert names[1:4] == ["`e2e`", "`e2e`, lookup beside it", "`e2e`, lookup"]
     for row in table["rows"][len(alone) :: len(names)]:  # b + 1 times as fast, see above
-        assert row[-1] == "{0:.2f} ({0:.2f} to {0:.2f})".format(row[2] and int(row[2]) + 1)
+        assert row[-1] == "{0:.2f} ({0:.2f} to {0:.2f})".format(int(row[2]) + 1)
 
 
 def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, tmp_path):
