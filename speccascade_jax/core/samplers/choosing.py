@@ -10,8 +10,7 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.nests import roll_back
-from speccascade_jax.core.protocols import Block, Cache, Counts, Origin, Params, Rows
-from speccascade_jax.core.rounds import read
+from speccascade_jax.core.protocols import Block, Cache, Counts, Params, Rows
 from speccascade_jax.core.samplers.adaptive import ACCEPTANCE
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.lookup import Lookup, Text, placed
@@ -144,28 +143,24 @@ class Choosing(Speculative):
         chosen = active & better & (match.size > 0) & (match.match >= LEAST)
         text = text._replace(length=jnp.where(chosen, text.length, rows.start - 1))
 
-        def by_model(below: Cache) -> Any:
-            block, (_, below), passes = super(Choosing, self)._draft(params, (text, below), rows, eos_id)
-            return block._replace(size=jnp.where(chosen, match.size, block.size)), below, passes
+        # Where every row's draft is looked up, the drafter writes one token only, and then reads the drafts.
+        every = jnp.all(chosen | ~active)
+        block, (_, below), passes = super()._draft(params, (text, below), rows, eos_id, every)
+        block = block._replace(size=jnp.where(chosen, match.size, block.size))
 
-        def by_lookup(below: Cache) -> Any:
-            logits, below = read(drafter.drafter.model, params[1], below, rows, drafter.behind, match.tokens)
+        def looked_up_by_all(carry: Any) -> Any:
+            _, block, below = carry
+            logits, below = drafter.drafter.model.extend(params[1], match.tokens, below)
             below = roll_back(drafter.drafter.models, below, rows.start + match.size)
-            certain = (jnp.arange(self.width) < match.size[:, None])[..., None]
             tokens = jnp.pad(match.tokens, ((0, 0), (0, 1)))
-            law = jax.nn.one_hot(tokens, logits.shape[-1])
-            sampled, untransformed = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
-            block = Block(
-                tokens,
-                jnp.where(certain, law, sampled),
-                jnp.where(certain, law, untransformed),
-                jnp.full_like(tokens, Origin.MODEL),
-                match.size,
-            )
-            return block, below, jnp.zeros_like(rows.room)
+            certain = (jnp.arange(self.width) < match.size[:, None])[..., None]
+            one_hot = jax.nn.one_hot(tokens, logits.shape[-1])
+            laws = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
+            laws = (jnp.where(certain, one_hot, jnp.pad(law, ((0, 0), (1, 0), (0, 0)))) for law in laws)
+            return jnp.array(False), Block(tokens, *laws, block.origin, block.size), below
 
-        # Where every row's draft is looked up, the drafter need not write one.
-        block, below, passes = lax.cond(jnp.all(chosen | ~active), by_lookup, by_model, below)
+        # A loop of one round or none: XLA copies whole caches that a conditional writes to.
+        _, block, below = lax.while_loop(lambda carry: carry[0], looked_up_by_all, (every, block, below))
         return block, (text, below), (jnp.where(chosen, 1, passes), chosen, match)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.counters import Counters
 from speccascade_jax.core.methods import Method
@@ -317,16 +317,20 @@ class Speculative:
             result = [pi, deferred]
         return result[0], result[1]
 
-    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
+    def _draft(
+        self, params: Params, caches: Cache, rows: Rows, eos_id: int, ends: Bool[Array, ""] | None = None
+    ) -> tuple[Block, Cache, Counts]:
         """The draft with its laws, its size in each row, and one more token that is never submitted: its law
         serves the bonus position, and reading its place leaves the drafter's cache complete. Where that
-        pass is spared, the last place is scratch."""
+        pass is spared, the last place is scratch. With `ends`, drafting ends after the first token, and
+        nothing else of the draft means anything."""
         rows = rows._replace(noise=rows.noise.within(self.level, rows.start))
         drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
         extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
         want = None if rows.want is None else jnp.minimum(self.block_size + 1, rows.want)
         limit = self.block_size if want is None else want - 1
         need = jnp.where(rows.room > 0, limit + extra, 0)
+        need = need if ends is None else jnp.where(ends, jnp.minimum(need, 1), need)
 
         def one_block(drafter: Sampler, done: Any, caches: Any, recent: Any, ended: Any = False) -> Any:
             """The drafter's next block, `done` tokens into the draft, which ends with `recent`."""
@@ -344,19 +348,25 @@ class Speculative:
             block, caches, passes = step(drafter, params, caches, at, eos_id)
             return block._replace(size=jnp.minimum(block.size, limit)), caches, passes
 
-        if drafter.width == 1 and rows.want is None and self.block_size:  # a known number of steps
+        if drafter.width == 1 and rows.want is None and self.block_size:  # as many steps in every row
 
-            def another(carry: Any, n: Int[Array, ""]) -> Any:
-                block, *carry, counts = one_block(self.drafter, jnp.minimum(n, need), *carry)
-                return carry, (block, counts)
+            def another(n: Int[Array, ""], carry: Any) -> Any:
+                blocks, caches, recent, passes = carry
+                block, caches, recent, counts = one_block(self.drafter, jnp.minimum(n, need), caches, recent)
+                blocks = [
+                    lax.dynamic_update_index_in_dim(x, new, n, 0)
+                    for x, new in zip(blocks, block[:-1], strict=True)
+                ]
+                return blocks, caches, recent, add(passes, counts)
 
             first, *begun, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
-            steps = jnp.arange(1, self.block_size + (not all(lossless)))
-            (caches, _), (blocks, counts) = lax.scan(another, begun, steps)
-            blocks = jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest, x[None]]), first, blocks)
-            fields = (jnp.moveaxis(x[: self.width, :, 0], 0, 1) for x in blocks[:-1])
+            blocks = [jnp.broadcast_to(x, (self.width, *x.shape)) for x in first[:-1]]
+            steps = self.block_size + (not all(lossless))
+            steps = steps if ends is None else jnp.where(ends, 1, steps)
+            blocks, caches, _, passes = lax.fori_loop(1, steps, another, (blocks, *begun, passes))
+            fields = (jnp.moveaxis(x[:, :, 0], 0, 1) for x in blocks)
             size = jnp.where(rows.room > 0, self.block_size, 0)
-            return Block._make((*fields, size)), caches, add(passes, jax.tree.map(lambda x: x.sum(0), counts))
+            return Block._make((*fields, size)), caches, passes
 
         def busy(carry: Any) -> Array:
             return (carry[0].size < need) & ~carry[3]
