@@ -49,12 +49,14 @@ def sampler_of(method="speculative", size=3, vocab=4, start=None, **fields):
     return Matched(Autoregressive(Lookup(vocab, start)), model, METHODS[method], size, **fields)
 
 
-def decode(sampler, params, prompts, *, alpha=0.0, temperature=1.0, steps=STEPS, eos=EOS, limits=None):
-    """generate() of prompts of unlike lengths."""
+def decode(
+    sampler, params, prompts, *, alpha=0.0, temperature=1.0, steps=STEPS, eos=EOS, limits=None, first=0
+):
+    """generate() of prompts of unlike lengths, which are inputs number `first` and on."""
     inputs = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in enumerate(prompts):
         inputs[row, : len(prompt)] = prompt
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(len(prompts)))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), first + jnp.arange(len(prompts)))
     return generate(
         sampler,
         params,
@@ -297,6 +299,21 @@ def check_choices(start, count=400, steps=24, size=4, vocab=9):
         few = decode(sampler, params, prompts[:rows], **options)
         for some, every in zip(jax.tree.leaves(few.counts), jax.tree.leaves(result.counts), strict=True):
             np.testing.assert_array_equal(some, every[:rows])
+
+
+@pytest.mark.parametrize("method,alpha", [("chow", 0.4), ("token_v3", 0.5)])
+def test_what_a_row_looks_up_alone_is_what_it_looks_up_in_a_batch(method, alpha, often):
+    """Alone, its drafter writes nothing where it looks up its draft; beside others, its drafter may write."""
+    tables, sampler = (table(40, 4), LOGITS), chooser_of(method)
+    params = ((), tables[0]), tables[1]
+    prompts = np.random.default_rng(5).integers(0, EOS, (60, 6)).tolist()
+    options = {"alpha": alpha, "steps": 12, "eos": -1}
+    together = decode(sampler, params, prompts, **options)
+    assert 0.05 < np.sum(together.counts[0].looked_up) / np.sum(together.counts[1].rounds) < 0.9
+    for row, prompt in enumerate(prompts):
+        alone = decode(sampler, params, [prompt], first=row, **options)
+        assert written(alone) == written(together)[row : row + 1]
+        assert (alone.origin == together.origin[row]).all()
 
 
 # Planted bugs
