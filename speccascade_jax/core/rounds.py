@@ -20,7 +20,7 @@ from speccascade_jax.core.protocols import (
     ability_of,
 )
 from speccascade_jax.core.randomness import Role
-from speccascade_jax.core.verification import Draft, Verdict, leading
+from speccascade_jax.core.verification import Draft, Verdict
 
 Array = jax.Array
 
@@ -107,4 +107,5 @@ def add(a: Counts, b: Counts) -> Counts:
 
 def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) -> Int[Array, " B"]:
     """`size`, reduced so that the tokens end with the first eos_id."""
-    return jnp.minimum(size, 1 + leading(tokens != eos_id))
+    is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
+    return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)

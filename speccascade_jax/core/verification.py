@@ -43,13 +43,7 @@ def by_token(
     Strict, so that u = 0 never accepts a token without mass in pi. A product avoids a division by zero.
     """
     accepted = (u * _of_drafted(draft.probs, draft) < _of_drafted(pi, draft)) & draft.inside
-    return leading(accepted), jnp.ones(pi.shape[:2])
-
-
-def leading(holds: Bool[Array, "B N"]) -> Int[Array, " B"]:
-    """The number of entries before each row's first that does not hold."""
-    count = holds.shape[1]
-    return jnp.min(jnp.where(holds, count, jnp.arange(count)), axis=1, initial=count)
+    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1), jnp.ones(pi.shape[:2])
 
 
 def by_block(

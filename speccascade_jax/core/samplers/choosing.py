@@ -16,7 +16,6 @@ from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.lookup import Lookup, Text, placed
 from speccascade_jax.core.samplers.speculative import Speculative
 from speccascade_jax.core.transforms import token_probs
-from speccascade_jax.core.verification import leading
 
 Array = jax.Array
 LEAST = 2  # tokens of a match from which its draft is considered: after one, few drafts are right
@@ -123,7 +122,9 @@ class Choosing(Speculative):
         caches = below if self.shares else (below, caches[1])
         considered = match.match >= LEAST
         known = jnp.where(considered, jnp.minimum(match.size, block.size), 0)
-        kept = jnp.minimum(known, leading(match.tokens == block.tokens[:, : self.block_size]))
+        inside = jnp.arange(self.block_size) < known[:, None]
+        same = (match.tokens == block.tokens[:, : self.block_size]) & inside
+        kept = jnp.sum(jnp.cumprod(same, axis=1), axis=1)
         tested = jnp.where(looked_up, 0, counts.accepted + (counts.accepted < counts.drafted))
         accepted = jnp.where(looked_up, 0, counts.accepted)
         tried = Tried(passes, 1 * looked_up, tested, accepted, kept + (kept < known), kept)

@@ -107,11 +107,11 @@ def match_in(text: Text, count: int) -> Match:
     column = jnp.arange(width + length)
     rank = jnp.where(column < width, width + length - column, column - width)
     best = match * (width + length + 1) + jnp.where(match > 0, rank, 0)
-    place = jnp.argmax(best, axis=1)
-    first, match = place + 1, jnp.take_along_axis(match, place[:, None], axis=1)[:, 0]
+    first = jnp.argmax(best, axis=1) + 1
     end = jnp.where(first <= width, text.source_length, width + text.length)
     tokens = jnp.concatenate([text.source, text.tokens], axis=1)
     tokens = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(count), axis=1, mode="clip")
+    match = jnp.max(match, axis=1)
     return Match(tokens, jnp.where(match > 0, jnp.minimum(end - first, count), 0), match)
 
 
