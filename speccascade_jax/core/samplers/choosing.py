@@ -145,7 +145,7 @@ class Choosing(Speculative):
 
         # Where every row's draft is looked up, the drafter writes one token only, and then reads the drafts.
         every = jnp.all(chosen | ~active)
-        block, (_, below), passes = super()._draft(params, (text, below), rows, eos_id, every)
+        block, (_, below), passes = self._draft_unless(every, params, (text, below), rows, eos_id)
         block = block._replace(size=jnp.where(chosen, match.size, block.size))
 
         def looked_up_by_all(carry: Any) -> Any:
@@ -153,11 +153,13 @@ class Choosing(Speculative):
             logits, below = drafter.drafter.model.extend(params[1], match.tokens, below)
             below = roll_back(drafter.drafter.models, below, rows.start + match.size)
             tokens = jnp.pad(match.tokens, ((0, 0), (0, 1)))
-            certain = (jnp.arange(self.width) < match.size[:, None])[..., None]
+            certain = (jnp.arange(self.width) < match.size[:, None])[..., None]  # at least the first place
             one_hot = jax.nn.one_hot(tokens, logits.shape[-1])
             laws = token_probs(logits, rows.options), jax.nn.softmax(logits, axis=-1)
-            laws = (jnp.where(certain, one_hot, jnp.pad(law, ((0, 0), (1, 0), (0, 0)))) for law in laws)
-            return jnp.array(False), Block(tokens, *laws, block.origin, block.size), below
+            probs, untransformed = (
+                jnp.where(certain, one_hot, jnp.pad(law, ((0, 0), (1, 0), (0, 0)))) for law in laws
+            )
+            return jnp.array(False), Block(tokens, probs, untransformed, block.origin, block.size), below
 
         # A loop of one round or none: XLA copies whole caches that a conditional writes to.
         _, block, below = lax.while_loop(lambda carry: carry[0], looked_up_by_all, (every, block, below))

@@ -317,13 +317,16 @@ class Speculative:
             result = [pi, deferred]
         return result[0], result[1]
 
-    def _draft(
-        self, params: Params, caches: Cache, rows: Rows, eos_id: int, ends: Bool[Array, ""] | None = None
-    ) -> tuple[Block, Cache, Counts]:
+    def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         """The draft with its laws, its size in each row, and one more token that is never submitted: its law
         serves the bonus position, and reading its place leaves the drafter's cache complete. Where that
-        pass is spared, the last place is scratch. With `ends`, drafting ends after the first token, and
-        nothing else of the draft means anything."""
+        pass is spared, the last place is scratch."""
+        return self._draft_unless(None, params, caches, rows, eos_id)
+
+    def _draft_unless(
+        self, ends: Bool[Array, ""] | None, params: Params, caches: Cache, rows: Rows, eos_id: int
+    ) -> tuple[Block, Cache, Counts]:
+        """_draft(), or if `ends`, only a draft's first token, with scratch after it."""
         rows = rows._replace(noise=rows.noise.within(self.level, rows.start))
         drafter, lossless = self.reader, [method.lossless and self.spares for method in self.methods]
         extra = jnp.where(jnp.array(lossless)[rows.methods[:, self.level - 1]], 0, 1)
@@ -362,8 +365,8 @@ class Speculative:
             first, *begun, passes = one_block(drafter, jnp.zeros_like(need), caches, rows.recent)
             blocks = [jnp.broadcast_to(x, (self.width, *x.shape)) for x in first[:-1]]
             steps = self.block_size + (not all(lossless))
-            steps = steps if ends is None else jnp.where(ends, 1, steps)
-            blocks, caches, _, passes = lax.fori_loop(1, steps, another, (blocks, *begun, passes))
+            end = steps if ends is None else jnp.where(ends, 1, steps)
+            blocks, caches, _, passes = lax.fori_loop(1, end, another, (blocks, *begun, passes))
             fields = (jnp.moveaxis(x[:, :, 0], 0, 1) for x in blocks)
             size = jnp.where(rows.room > 0, self.block_size, 0)
             return Block._make((*fields, size)), caches, passes
