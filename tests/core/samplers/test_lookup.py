@@ -303,7 +303,7 @@ def check_choices(start, count=400, steps=24, size=4, vocab=9):
 
 @pytest.mark.parametrize("method,alpha", [("chow", 0.4), ("token_v3", 0.5)])
 def test_what_a_row_looks_up_alone_is_what_it_looks_up_in_a_batch(method, alpha, often):
-    """Alone, its drafter writes nothing where it looks up its draft; beside others, its drafter may write."""
+    """Alone, its drafter stops after one token where it looks up its draft; beside others, it may go on."""
     tables, sampler = (table(40, 4), LOGITS), chooser_of(method)
     params = ((), tables[0]), tables[1]
     prompts = np.random.default_rng(5).integers(0, EOS, (60, 6)).tolist()
