@@ -22,10 +22,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,7 +31,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import numpy as np
@@ -51,6 +46,7 @@ from speccascade_jax.evaluation.load_blocks import compared
 from speccascade_jax.evaluation.load_prediction import Alone
 from speccascade_jax.evaluation.losses import Killer, texts_of, under_kills
 from speccascade_jax.evaluation.other_libraries import check_installed, exported, transformers_decoders
+from speccascade_jax.evaluation.servers import Server, served
 from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.progress import track
@@ -90,58 +86,6 @@ class Arguments:
     HTTP."""
     output: str | None = None
     """A JSON file to write the figures to."""
-
-
-class Server:
-    """scripts/serve.py in a separate process."""
-
-    def __init__(self, config: str, rows: int, queue: int, *flags: str):
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from speccascade_jax.commands import launch; launch()",
-                "serve",
-                f"--config={config}",
-                "--port=0",
-                f"--rows={rows}",
-                f"--max-queue={queue}",
-                *flags,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.url, self.queue = "", queue
-
-    def until_ready(self) -> None:
-        if not self.url and self.process.stdout is not None:
-            self.url = self.process.stdout.readline().strip()
-        while True:
-            if self.process.poll() is not None:
-                raise ValueError("the server did not start; run scripts/serve.py to see why.")
-            with contextlib.suppress(URLError):
-                if urlopen(self.url + "/ready").status == 200:
-                    return
-            time.sleep(0.5)
-
-    def megabytes(self) -> float:
-        """The resident memory of the server."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-    def end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
-
-
-@contextlib.contextmanager
-def served(config: str, rows: int, queue: int, *flags: str) -> Iterator[Server]:
-    server = Server(config, rows, queue, *flags)
-    try:
-        yield server
-    finally:
-        server.end()
 
 
 @contextlib.contextmanager

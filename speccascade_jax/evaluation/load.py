@@ -5,7 +5,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +22,17 @@ class Reply:
     first: float  # seconds to the first tokens; 0: none arrived
     seconds: float
     tokens: int
+    events: tuple[bytes, ...] = ()  # of the stream, in JSON
+
+    @property
+    def text(self) -> str:
+        """The answer. Parsed late, to leave the cores to the server."""
+        return text_of(map(json.loads, self.events))
+
+
+def text_of(events: Iterable[dict[str, Any]]) -> str:
+    """The text of a streamed answer."""
+    return "".join(choice["text"] for event in events for choice in event.get("choices", ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +92,7 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
         + (f"Authorization: Bearer {key}\r\n" if key else "")
         + "\r\n"
     )
-    status, first, tokens, ended, writer = 0, 0.0, 0, False, None
+    status, first, tokens, ended, writer, events = 0, 0.0, 0, False, None, list[bytes]()
     try:
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         writer.write(head.encode() + data)
@@ -91,6 +102,7 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
                 ended = True
             elif line.startswith(b"data: "):
                 first = first or time.perf_counter() - began
+                events.append(line[6:])
                 if b"completion_tokens" in line:  # parses few events, to leave the cores to the server
                     tokens = json.loads(line[6:])["usage"]["completion_tokens"]
                 status = 0 if line.startswith(b'data: {"error"') else status
@@ -99,7 +111,8 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
     finally:
         if writer is not None:
             writer.close()
-    return Reply(status if status != 200 or ended else 0, first, time.perf_counter() - began, tokens)
+    kept = status if status != 200 or ended else 0
+    return Reply(kept, first, time.perf_counter() - began, tokens, tuple(events))
 
 
 async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str = "") -> Load:
@@ -135,3 +148,25 @@ async def open_loop(
             watch()
     replies = await asyncio.gather(*tasks)
     return Load(list(replies), time.perf_counter() - began)
+
+
+async def conversations(
+    url: str, opening: str, questions: Sequence[Sequence[str]], suffix: str, fields: Body
+) -> list[list[Reply]]:
+    """A conversation for each sequence of questions, all at once: the replies to each question.
+
+    A prompt is all that has been said: `opening`, then the earlier questions with their answers, each after
+    `suffix` (which the server appends to prompts itself). Raises ValueError if a request is not answered.
+    """
+
+    async def converse(turns: Sequence[str]) -> list[Reply]:
+        said, replies = opening, list[Reply]()
+        for question in turns:
+            said += question
+            replies.append(reply := await ask(url, {**fields, "prompt": said}))
+            if reply.status != 200:
+                raise ValueError(f"a request of a conversation ended with status {reply.status}.")
+            said += f"{suffix}{reply.text}\n\n"
+        return replies
+
+    return list(await asyncio.gather(*map(converse, questions)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from speccascade_jax.evaluation.load import Body
+from speccascade_jax.evaluation.load import Body, text_of
 
 PAUSE = 1.0  # seconds that a client waits after a refusal
 BETWEEN = 10.0  # seconds without a kill once all replicas run
@@ -59,7 +59,7 @@ def judged(status: int, answer: bytes, stream: bool) -> Outcome:
     lines = [line.removeprefix(b"data: ") for line in answer.splitlines() if line.startswith(b"data: ")]
     *events, done = lines or [b""]
     objects = [json.loads(event) for event in events]
-    text = "".join(choice["text"] for event in objects for choice in event.get("choices", ()))
+    text = text_of(objects)
     if done != b"[DONE]":
         return Outcome("lost", status, text)
     return Outcome("interrupted" if objects and "error" in objects[-1] else "answered", status, text)

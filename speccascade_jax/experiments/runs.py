@@ -14,12 +14,11 @@ import numpy as np
 from jaxtyping import Float
 
 from speccascade_jax.core.samplers.named import VERIFIER
+from speccascade_jax.evaluation.servers import COMMAND
 from speccascade_jax.evaluation.sweep import DAMAGE
 from speccascade_jax.evaluation.turns import described
 from speccascade_jax.experiments.findings import Bench, Findings, Table, check_pair, inputs_of, pair, table
 from speccascade_jax.inference.outputs import resume
-
-COMMAND = "from speccascade_jax.commands import launch; launch()"
 
 
 @dataclasses.dataclass(frozen=True)

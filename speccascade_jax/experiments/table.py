@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from speccascade_jax.experiments import libraries, losses, models, races, runs, speeds, sweeps, verification
+from speccascade_jax.experiments import (
+    libraries,
+    losses,
+    models,
+    prefixes,
+    races,
+    runs,
+    speeds,
+    sweeps,
+    verification,
+)
 from speccascade_jax.experiments.findings import Experiment
 
 TRADED: dict[str, Any] = {
@@ -492,6 +502,30 @@ MIXTURES = Experiment(
     ),
 )
 
+PROMPTED: dict[str, Any] = {
+    "config": "e2e_gemma",
+    "task": "gsm8k",
+    "source_length": 2816,
+    "new_tokens": 32,
+    "rows": 8,
+    "temperature": 1.0,
+    "dtype": "float32",
+    "trials": 3,
+}
+"""The settings that the experiments on shared beginnings of prompts share."""
+SHARED_PROMPTS = Experiment(
+    "prefixes-few-shot",
+    "How much faster few-shot prompts are decoded if their examples are read once.",
+    "prefixes",
+    prefixes.FewShot(shots=5, inputs=200, **PROMPTED),
+)
+CHATS = Experiment(
+    "prefixes-chats",
+    "How much sooner a chat's first token comes if its earlier turns are not read again.",
+    "prefixes",
+    prefixes.Chats(shots=(0, 1, 3), timed=16, turns=5, **PROMPTED),
+)
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -524,6 +558,8 @@ EXPERIMENTS = {
         PRICED,
         MIXTURES,
         REJECTION,
+        SHARED_PROMPTS,
+        CHATS,
     )
 }
 """The experiments by name."""

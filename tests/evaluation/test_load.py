@@ -9,7 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from speccascade_jax.evaluation.load import closed_loop, open_loop
+from speccascade_jax.evaluation.load import closed_loop, conversations, open_loop
+
+ASKED = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,7 +24,12 @@ class Handler(BaseHTTPRequestHandler):
         if prompt == "full":
             return
         time.sleep(0.05)
-        events = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": 5}}]
+        ASKED.append(prompt)
+        events = [
+            {"choices": [{"text": "a"}]},
+            {"choices": [{"text": "b"}]},
+            {"choices": [], "usage": {"completion_tokens": 5}},
+        ]
         if prompt == "error":
             events.append({"error": {"message": "it failed"}})
         for event in events:
@@ -63,3 +70,14 @@ def test_an_open_loop_does_not_wait_for_answers(url):
     assert len(load.accepted) == len(load.replies) == 20 and len(watched) == 10
     assert watched[1] - watched[0] == pytest.approx(0.02, abs=0.02)
     assert 0.55 <= load.seconds < 0.1 + 20 * 0.05
+
+
+def test_a_conversation_repeats_all_that_was_said(url):
+    """Questions and answers, as the server has read and written them."""
+    ASKED.clear()
+    chats = asyncio.run(conversations(url, "Hello. ", [["x", "y"], ["u", "v"]], " =", {"seed": 1}))
+    assert sorted(ASKED) == ["Hello. u", "Hello. u =ab\n\nv", "Hello. x", "Hello. x =ab\n\ny"]
+    assert [[reply.text for reply in chat] for chat in chats] == [["ab", "ab"], ["ab", "ab"]]
+    assert all(reply.first >= 0.05 for chat in chats for reply in chat)
+    with pytest.raises(ValueError, match="status 429"):
+        asyncio.run(conversations(url, "", [["full"]], "", {}))

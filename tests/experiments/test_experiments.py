@@ -1,5 +1,6 @@
 """Every experiment from its settings to its tables and pictures, on decoders made by hand."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,9 +23,11 @@ from speccascade_jax.evaluation import (
     turns,
     verifier_calls,
 )
+from speccascade_jax.evaluation.fewshot import Prompts
+from speccascade_jax.evaluation.load import Reply
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
-from speccascade_jax.experiments import findings, losses, runs, sweeps
+from speccascade_jax.experiments import findings, losses, prefixes, runs, sweeps
 from speccascade_jax.experiments.findings import Bench
 from speccascade_jax.experiments.table import EXPERIMENTS
 from speccascade_jax.inference.text import Output
@@ -75,6 +78,79 @@ def worth(point, sources, metric):
     return Quality(rows, counts, 0.8, 100)
 
 
+class Prompted:
+    """A cascade whose seconds are those of its prefix cache, and double the first time, when it compiles."""
+
+    def __init__(self, run):
+        self.seconds = 3.0 if run.prefix_cache_bytes else 12.0
+        self.clock = SimpleNamespace(compilations=0)
+        self.decoded = []
+
+    def encode(self, texts):
+        return [[1] * len(text) for text in texts], None
+
+    def generate(self, texts, settings, **_):
+        if not self.decoded:
+            self.clock.compilations += 1
+            CLOCK.now += self.seconds
+        CLOCK.now += self.seconds
+        self.decoded.append(len(texts))
+        return [f"{settings.seed} {text}" for text in texts]
+
+
+CLOCK = SimpleNamespace(now=0.0)
+
+
+async def chats_by_hand(url, opening, questions, suffix, fields):
+    """A turn takes 10 ms with the cache and 30 ms without it, and 1 ms more in the second chat. Of the last
+    turn an answer differs."""
+    assert (suffix, fields["temperature"]) == (" =", 1.0) and all(
+        text.startswith("Q") for text in questions[0]
+    )
+    ms = {"with": 10, "without": 30}[url]
+    return [
+        [
+            Reply(
+                200,
+                (turn * ms + (chat == 1)) / 1000,
+                1.0,
+                5,
+                (event(url if (chat, turn) == (0, len(asked)) else "a"),),
+            )
+            for turn, _ in enumerate(asked, 1)
+        ]
+        for chat, asked in enumerate(questions)
+    ]
+
+
+def event(text):
+    return json.dumps({"choices": [{"text": text}]}).encode()
+
+
+@contextlib.contextmanager
+def served_by_hand(config, rows, queue, *flags):
+    STARTED.append(flags)
+    yield SimpleNamespace(
+        url="without" if "--prefix-cache-bytes=0" in flags else "with", until_ready=lambda: None
+    )
+
+
+STARTED = []
+
+
+def prompts_by_hand(monkeypatch):
+    def built(task, seed, limit=None):
+        shown = "shown " * task.shots
+        return Prompts([f"{shown}Q{n}" for n in range(limit or 300)], [], [], shown)
+
+    STARTED.clear()
+    monkeypatch.setattr(prefixes, "build_prompts", built)
+    monkeypatch.setattr(prefixes, "Cascade", SimpleNamespace(from_config=Prompted))
+    monkeypatch.setattr(prefixes.time, "perf_counter", lambda: CLOCK.now)
+    monkeypatch.setattr(prefixes, "served", served_by_hand)
+    monkeypatch.setattr(prefixes, "conversations", chats_by_hand)
+
+
 @pytest.fixture
 def made_by_hand(monkeypatch):
     """No model is loaded, no data read, nothing decoded."""
@@ -105,6 +181,7 @@ def made_by_hand(monkeypatch):
         other_libraries, "decoders", lambda *_: {"another, verifier": lambda row: (50.0, [5] * 25)}
     )
     monkeypatch.setattr(losses.Losses, "train", lambda *_: None)
+    prompts_by_hand(monkeypatch)
     monkeypatch.setattr(runs, "tokens_per_second", lambda flags, texts: 100.0 + 50 * ("speculative" in flags))
     monkeypatch.setattr(
         measurements,
@@ -233,6 +310,32 @@ def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, t
         ["`speculative`", "0", "5", "2.10 (1.80 to 2.40)", "2.40 (2.10 to 2.70)"],
     ]
     assert run_experiment("whole-runs", tmp_path)[1] == result and len(calls) == 12
+
+
+def test_prompts_read_once_are_timed_without_compilation(made_by_hand, tmp_path):
+    """And measured once: the second time, all is known."""
+    measurement, result = run_experiment("prefixes-few-shot", tmp_path)
+    shown = len("shown ") * measurement.shots
+    [table] = result.tables.values()
+    assert table["rows"] == [["3.0 (3.0 to 3.0)", "12.0 (12.0 to 12.0)", "4.00 (4.00 to 4.00)", "0"]]
+    assert f"6 prompts of {shown + 2} to {shown + 2} tokens" in table["title"]
+    assert f"({shown} tokens)" in table["title"]
+    began = CLOCK.now
+    assert run_experiment("prefixes-few-shot", tmp_path)[1] == result and CLOCK.now == began
+
+
+def test_chats_take_turns_with_both_servers(made_by_hand, tmp_path):
+    """The medians of eight chats, and how often an answer differs. Servers run only while they are needed."""
+    measurement, result = run_experiment("prefixes-chats", tmp_path)
+    [table] = result.tables.values()
+    assert [row[:5] for row in table["rows"]] == [
+        [str(shots), str(turn), f"{10 * turn}", f"{30 * turn}", "3.00 (3.00 to 3.00)"]
+        for shots in measurement.shots
+        for turn in range(1, 6)
+    ]
+    assert [row[5] for row in table["rows"]] == 2 * ["0", "0", "0", "0", f"{measurement.trials}"]
+    assert [flags[-1] for flags in STARTED] == [f"--prefix-cache-bytes={size}" for size in prefixes.BYTES]
+    assert run_experiment("prefixes-chats", tmp_path)[1] == result and len(STARTED) == 2
 
 
 @pytest.mark.full
