@@ -104,7 +104,8 @@ def is_rest(item) -> bool:
 MOST_MAPS = 8_000
 """Memory maps between two modules: an eighth of what Linux allows, so that a module may add many."""
 
-# A module is one worker's. Those that take longest begin first, or others wait for them at the end.
+# A module is one worker's. Those that take longest begin first, or others wait for them at the end; unless the
+# time is limited: then others would be left out for them.
 LONGEST = (
     "tests/core/samplers/test_hierarchy.py",
     "tests/commands/test_cluster.py",
@@ -123,10 +124,10 @@ def pytest_collection_modifyitems(config, items):
         wanted = is_rest if config.getoption("--rest") else bool
     config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = [item for item in items if wanted(item)]
-    files = sorted({file_of(item.nodeid) for item in items})
+    order = list(dict.fromkeys((*LONGEST, *sorted({file_of(item.nodeid) for item in items}))))
     if (until := config.getoption("--until")) < math.inf:  # what runs out of time is not always the same
-        random.Random(until).shuffle(files)
-    places = {name: n for n, name in enumerate(dict.fromkeys((*LONGEST, *files)))}
+        random.Random(until).shuffle(order)
+    places = {name: n for n, name in enumerate(order)}
     items.sort(key=lambda item: places[file_of(item.nodeid)])
 
 
