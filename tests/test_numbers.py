@@ -79,6 +79,7 @@ EXCUSED = {
         "rows of the law tests": "200000",
         "useful leniences of BiLD, and its cap": "10",
         "the algorithm, a step of it, and the most markers": "4",
+        "a corollary": "6",
         "sizes and defaults": "12 16 24 32 0.25",
         "IEEE bfloat16": "1.0025 0.8%",
     },
