@@ -104,8 +104,8 @@ def is_rest(item) -> bool:
 MOST_MAPS = 8_000
 """Memory maps between two modules: an eighth of what Linux allows, so that a module may add many."""
 
-# A module is one worker's. Those that take longest begin first, or others wait for them at the end; unless time
-# is limited, because then they would leave none for others.
+# A module is one worker's. Those that take longest begin first, or others wait for them at the end; unless
+# time is limited, because then they would leave none for others.
 LONGEST = (
     "tests/core/samplers/test_hierarchy.py",
     "tests/commands/test_cluster.py",
