@@ -29,7 +29,6 @@ VOCAB, EOS, STEPS, ROWS = 4, 3, 5, 200_000
 FAIL_BELOW = 1e-4
 TABLES = table(39, VOCAB), table(40, VOCAB)
 MODEL = TableLM(VOCAB)
-TEXTS = 20_000  # of Python, which are slower than rows
 
 
 def run(sampler, alpha, rows=ROWS, tables=TABLES, prompts=None, steps=STEPS, eos=EOS, **options):
@@ -204,7 +203,7 @@ def test_bild_at_extreme_alphas():
 def test_sequence_cascades_follow_their_law(method, alpha):
     """q(text) if q is confident in the text, else the verifier's law, whatever the drafter wrote."""
     outputs = list(
-        pair().generate(["1"] * TEXTS, method=method, alpha=alpha, temperature=1.0, batch_size=TEXTS // 2)
+        pair().generate(["1"] * 60_000, method=method, alpha=alpha, temperature=1.0, batch_size=10_000)
     )
     prompt = (1, EOS)
     law = functools.partial(sequence_law, methods=[], alphas=[], prompt=prompt, steps=3, eos=EOS)
@@ -230,7 +229,7 @@ def test_sequence_cascades_follow_their_law(method, alpha):
     }
     texts = np.array([o.tokens + [-1] * (3 - len(o.tokens)) for o in outputs])
     assert chi_square(texts, expected) > FAIL_BELOW
-    assert [o.index for o in outputs] == list(range(TEXTS))
+    assert [o.index for o in outputs] == list(range(60_000))
     check_counts([o.counts for o in outputs], [len(o.tokens) for o in outputs])
 
 

@@ -78,7 +78,7 @@ def worth(point, sources, metric):
     return Quality(rows, counts, 0.8, 100)
 
 
-class Prompted:
+class PromptedByHand:
     """A cascade whose seconds are those of its prefix cache, and double the first time, when it compiles."""
 
     def __init__(self, run):
@@ -115,11 +115,11 @@ async def chats_by_hand(url, opening, questions, suffix, fields):
                 (turn * ms + (chat == 1)) / 1000,
                 1.0,
                 5,
-                (event(url if (chat, turn) == (0, len(asked)) else "a"),),
+                (event(url if (chat, turn) == (0, len(turns)) else "a"),),
             )
-            for turn, _ in enumerate(asked, 1)
+            for turn, _ in enumerate(turns, 1)
         ]
-        for chat, asked in enumerate(questions)
+        for chat, turns in enumerate(questions)
     ]
 
 
@@ -145,7 +145,7 @@ def prompts_by_hand(monkeypatch):
 
     STARTED.clear()
     monkeypatch.setattr(prefixes, "build_prompts", built)
-    monkeypatch.setattr(prefixes, "Cascade", SimpleNamespace(from_config=Prompted))
+    monkeypatch.setattr(prefixes, "Cascade", SimpleNamespace(from_config=PromptedByHand))
     monkeypatch.setattr(prefixes.time, "perf_counter", lambda: CLOCK.now)
     monkeypatch.setattr(prefixes, "served", served_by_hand)
     monkeypatch.setattr(prefixes, "conversations", chats_by_hand)
