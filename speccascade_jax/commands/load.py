@@ -56,6 +56,7 @@ from speccascade_jax.serving.engine import ROUNDS
 
 PASSES = 3  # the number of passes of each server over the texts
 LOADS = {"half_load": 0.5, "load_90": 0.9, "load_120": 1.2}  # shares of the rate that saturates a server
+SHOWN = ("tokens_per_second", "first_token_ms_p50", "whole_ms_p50")  # of each pass
 FILE = "decode.py"  # what decodes the texts from a file
 
 
@@ -252,41 +253,48 @@ def measure_loads(
 ) -> None:
     """Measures the server at shares of the rate that saturates it: latency at 50% and 90% for at most a
     minute each, refusals at 120% for `seconds`, and memory. Each is next to what a simulation predicts for
-    the same arrivals. The speed of a machine changes from minute to minute, so each pass takes its part of
-    the time, and measures anew what the simulation needs."""
+    the same arrivals. The speed of a machine changes within seconds, so each pass takes its part of the time,
+    and what the simulation needs is measured before and after each load."""
     seen, simulated, memory = ({name: list[Any]() for name in LOADS} for _ in range(3))
-    times = list[dict[str, float]]()
+    twins = list[SimulatedServer]()
     for seed in track(range(PASSES), "latency"):
-        rate, twin = measure_saturated(server, alone, bodies, clients)
-        times.append(twin.milliseconds)
+        rate, before = measure_saturated(server, alone, bodies, clients)
+        twins.append(before)
         for name, share in LOADS.items():
             duration = (min(seconds, 60) if share < 1 else seconds) / PASSES
-            requests = max(round(share * rate * duration), 1)
-            arrivals = poisson_arrivals(share * rate, requests, seed)
+            arrivals = poisson_arrivals(share * rate, max(round(share * rate * duration), 1), seed)
             load, sizes = under_load(server, bodies, arrivals)
+            rate, after = measure_saturated(server, alone, bodies, clients)
+            twins.append(after)
             seen[name].append(load)
             memory[name] += sizes
-            simulated[name].append(alone.simulated(twin, arrivals))
-    say("times", medians(times))
+            simulated[name].append(alone.simulated(before.averaged(after), arrivals))
+            before = after
+    say("times", medians([twin.milliseconds for twin in twins]))
     for name in LOADS:
         say(name, merged(seen[name]).summary() | {"megabytes": memory[name]})
         say(f"{name}, simulated", medians(simulated[name]))
         pairs = zip(simulated[name], (load.summary() for load in seen[name]), strict=True)
-        say(f"{name}, simulated over measured", medians([quotients(*pair) for pair in pairs]))
+        ratios = [quotients(*pair) for pair in pairs]
+        say(f"{name}, simulated over measured", medians(ratios))
+        say(
+            f"{name}, each pass",
+            {key: [round(ratio[key], 2) for ratio in ratios if key in ratio] for key in SHOWN},
+        )
 
 
 def measure_saturated(
     server: Server, alone: Alone, bodies: Sequence[Body], clients: int
 ) -> tuple[float, SimulatedServer]:
-    """The requests per second that saturate the server for a while, and a server to simulate it by."""
-    full = asyncio.run(closed_loop(server.url, [*bodies] * PASSES, clients))
-    few = asyncio.run(closed_loop(server.url, bodies, alone.rows))
-    loops = {  # with a queue, several rounds are one step; without one, each is
-        "request_seconds": (clients, full.by_littles_law(clients)),
-        "step_seconds": (alone.rows, few.by_littles_law(alone.rows)),
-    }
+    """The requests per second that saturate the server at the moment, and a server to simulate it by."""
+    full, few = (
+        asyncio.run(closed_loop(server.url, bodies, count)).by_littles_law(count)
+        for count in (clients, alone.rows)
+    )
+    # With a queue, several rounds are one step; without one, each is.
+    loops = {"request_seconds": (clients, full), "step_seconds": (alone.rows, few)}
     bare = alone.server(server.queue, ROUNDS)
-    return full.requests_per_second, fitted(bare, alone.rounds, loops, alone.widths)
+    return full, fitted(bare, alone.rounds, loops, alone.widths)
 
 
 def under_load(

@@ -479,6 +479,7 @@ def server_of(app: Any, engine: Any, drain_seconds: float) -> Any:
             server_header=False,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=5,
+            http="h11",  # httptools, which Ray installs and uvicorn prefers, reads headers of any size
             h11_max_incomplete_event_size=2**16,
         )
     )

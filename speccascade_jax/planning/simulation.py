@@ -2,7 +2,7 @@
 
 It follows the rules of scheduling.continuous and serving.engine, with given seconds for a round and a prompt
 in place of the models. A round takes equally long however many rows are busy, because its programs have a
-static batch. No round runs while prompts are read, or while a request is parsed and answered.
+static batch. No round runs while prompts are read, or while a request is parsed and answered or refused.
 """
 
 import collections
@@ -35,7 +35,7 @@ class SimulatedServer:
     queue: int  # most waiting requests; others are refused
     rounds: int = 1  # rounds between two checks for new requests
     together_seconds: float | None = None  # per prompt, to read `ahead` of them at once; None: prompt_seconds
-    request_seconds: float = 0.0  # everything else that a request costs: HTTP, tokenization
+    request_seconds: float = 0.0  # everything else that a request costs, even if refused: HTTP, tokenization
     step_seconds: float = 0.0  # everything else between two checks for new requests: events for clients
 
     def __post_init__(self) -> None:
@@ -54,14 +54,20 @@ class SimulatedServer:
         return dataclasses.replace(self, **changed)
 
     @property
+    def costs(self) -> dict[str, float]:
+        """The fields that cost seconds, without those that are None."""
+        fields = dataclasses.asdict(self).items()
+        return {name: value for name, value in fields if name.endswith("_seconds") and value is not None}
+
+    @property
     def milliseconds(self) -> dict[str, float]:
         """All fields that cost time."""
-        fields = dataclasses.asdict(self).items()
-        return {
-            name.replace("_seconds", "_ms"): 1000 * value
-            for name, value in fields
-            if name.endswith("_seconds") and value is not None
-        }
+        return {name.replace("_seconds", "_ms"): 1000 * value for name, value in self.costs.items()}
+
+    def averaged(self, other: "SimulatedServer") -> "SimulatedServer":
+        """The server with the means of its costs and another's."""
+        means: dict[str, Any] = {name: (cost + other.costs[name]) / 2 for name, cost in self.costs.items()}
+        return dataclasses.replace(self, **means)
 
     @property
     def ahead(self) -> int:
@@ -170,11 +176,13 @@ class Simulation:
                     "arrivals", len(self.arrivals), f"simulate fewer: they take more than {LAST:,} rounds."
                 )
 
-    def _hear(self) -> None:
-        """Queues the requests that have arrived, or refuses them."""
+    def _hear(self, undelivered: int = 0) -> None:
+        """Queues the requests that have arrived, or refuses them: `undelivered` texts count as present."""
         while self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now:
-            if self.present < self.server.rows + self.server.queue:
+            if self.present + undelivered < self.server.rows + self.server.queue:
                 self.waiting[self.widths[self.come]].append(self.come)
+            else:
+                self.now += self.server.request_seconds
             self.come += 1
 
     def _step(self) -> None:
@@ -189,6 +197,7 @@ class Simulation:
             if (called and not (crowded and self.many_wait)) or not self.present:
                 break
         self.now += server.step_seconds
+        self._hear(len(finished))
         for row in [*finished, *self.rows]:
             if not row.written:
                 row.written, self.first[row.number] = True, self.now

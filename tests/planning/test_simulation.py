@@ -59,6 +59,14 @@ def test_without_a_queue_requests_are_lost_by_erlangs_formula():
     assert np.isnan(served.first).sum() == served.refused
 
 
+def test_a_refused_request_takes_as_long_to_parse_as_an_accepted_one():
+    """While the first occupies the only row, four more arrive; the sixth is accepted."""
+    server = SimulatedServer(1, 1.0, 0.0, queue=0, rounds=1, request_seconds=0.125)
+    served = simulate(server, np.array([0.0, 0.5, 0.5, 0.5, 0.5, 2.0]), *texts(6, 1))
+    assert served.refused == 4
+    assert served.whole[0] == 1 + 5 * 0.125 and served.seconds == 2.0 + 1.125
+
+
 def test_requests_that_share_rounds_cost_no_more_than_one():
     """Far below its load, a request with rows to spare waits at most for the round that runs."""
     server = SimulatedServer(64, 0.01, 0.0, queue=10, rounds=1)
@@ -79,7 +87,7 @@ def test_a_saturated_server_writes_what_its_rounds_write():
 
 def test_prompts_are_read_together_while_enough_wait():
     """Four at once if four wait, each for a quarter of the time; what HTTP takes is added to each."""
-    server = SimulatedServer(8, 0.01, 0.008, 100, together_seconds=0.002, request_seconds=0.001)
+    server = SimulatedServer(8, 0.01, 0.008, 3000, together_seconds=0.002, request_seconds=0.001)
     served = at_random(server, *texts(3000, 6), 10_000.0)
     full = 8 * 30 / (6 * 0.01 + 8 * 0.003)
     assert 0.9 * full < served.tokens_per_second <= full * 1.001

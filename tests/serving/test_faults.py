@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import socket
 import threading
 import time
 
@@ -203,6 +204,14 @@ def test_partial_bodies_and_slow_readers_delay_no_others(impatient):
     for client in (*half, *readers):
         client.close()
     assert until_idle(url) < 20
+
+
+def test_headers_are_bounded_whatever_parsers_are_installed(impatient):
+    url, _ = impatient
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 2**17)
+        assert client.recv(2000).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_full_queue_says_when_to_retry(impatient):

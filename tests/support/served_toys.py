@@ -11,8 +11,8 @@ import urllib.error
 import urllib.request
 
 import toys
-import uvicorn
 
+from speccascade_jax.commands.serve import server_of
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.samplers.lookup import MODEL_FREE
 from speccascade_jax.inference.text import Cascade
@@ -69,7 +69,7 @@ def serving(*models, max_queue=64, ready=True, **limits):
     metrics = Metrics()
     engine = Engine([lane for model in models for lane in model.lanes.values()], max_queue, 2, metrics.heard)
     app = create_app(models, engine, metrics, Limits(**limits))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on"))
+    server = server_of(app, engine, drain_seconds=0)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
