@@ -137,6 +137,13 @@ def test_what_requests_and_steps_cost_is_found_from_closed_loops():
     assert fitted(blank, rounds, faster, widths) == blank  # nothing costs less than nothing
 
 
+def test_averaged_servers_have_the_mean_costs_and_nothing_else_changes():
+    calm = SimulatedServer(8, 1.0, 2.0, 64, 2, None, request_seconds=3.0, step_seconds=4.0)
+    busy = SimulatedServer(8, 3.0, 4.0, 64, 2, None, request_seconds=5.0, step_seconds=6.0)
+    assert calm.averaged(busy) == SimulatedServer(8, 2.0, 3.0, 64, 2, None, 4.0, 5.0)
+    assert calm.averaged(busy) == busy.averaged(calm)
+
+
 def test_rounds_of_a_text_are_a_renewal_process():
     emitted = np.array([0.0, 0.5, 0.3, 0.2])
     rounds = rounds_of_texts(emitted, np.full(20_000, 200), seed=1)
