@@ -2,7 +2,7 @@
 
     python scripts/load.py --config=demo --minutes=10 --output=load.json
 
-This measures, three times in turn, decoding of the same texts by the decode command, the server at
+This measures, --passes times in turn, decoding of the same texts by the decode command, the server at
 saturation, a server with one row (one request at a time) and, with --vs-transformers, a server that answers
 with transformers, one request at a time. Then it measures the server at 50% and 90% load (time to first
 token) and at 120% load (memory and refusals). Each measurement is printed next to the scheduler simulation's
@@ -54,7 +54,6 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning.simulation import SimulatedServer, fitted, poisson_arrivals
 from speccascade_jax.serving.engine import ROUNDS
 
-PASSES = 3  # the number of passes of each server over the texts
 LOADS = {"half_load": 0.5, "load_90": 0.9, "load_120": 1.2}  # shares of the rate that saturates a server
 SHOWN = ("tokens_per_second", "first_token_ms_p50", "whole_ms_p50")  # of each pass
 FILE = "decode.py"  # what decodes the texts from a file
@@ -70,6 +69,9 @@ class Arguments:
     """A .txt or .jsonl file with texts. Default: the config's examples."""
     requests: int = 400
     """The number of requests for measuring the throughput of each server."""
+    passes: int = 3
+    """The number of passes of each server over the texts, in turn. Figures are medians over the passes. More
+    passes average out the noise of a machine."""
     rows: int = 8
     """The batch size of the server and of the decode command."""
     clients: int = 32
@@ -152,7 +154,7 @@ def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequ
         for server in servers.values():
             server.until_ready()
             texts = asyncio.run(texts_of(server.url, bodies, clients))
-        for number in track([*servers] * PASSES, "throughput"):
+        for number in track([*servers] * arguments.passes, "throughput"):
             url = servers[number].url
             loads.setdefault(number, []).append(asyncio.run(closed_loop(url, bodies, clients)))
         for number, measured in loads.items():
@@ -167,6 +169,7 @@ def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequ
 
 def load(arguments: Arguments) -> None:
     at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
+    at_least(1, passes=arguments.passes)
     at_least(2, replicas=arguments.replicas)
     at_least(1, by_load=min(arguments.by_load, default=1))
     if not 0 < arguments.minutes < 1e4:
@@ -193,7 +196,7 @@ def load(arguments: Arguments) -> None:
     if not arguments.by_load:
         console(stderr=True).print("starting the servers: they compile for a minute or two")
     if arguments.by_load:
-        figures = blocks_by_load(run, arguments.by_load, texts, partial(screen.print, soft_wrap=True))
+        figures = blocks_by_load(arguments, run, texts, partial(screen.print, soft_wrap=True))
     elif arguments.replicas is not None:
         measure_replicas(arguments, arguments.replicas, run.name, bodies, say)
     else:
@@ -218,21 +221,21 @@ def measure_server(
             urls["transformers"] = stack.enter_context(transformers_server(run))
         for url in urls.values():
             asyncio.run(closed_loop(url, bodies[: arguments.clients], arguments.clients))
-        measure_throughput(alone, urls, bodies, arguments.clients, say)
-        measure_loads(server, alone, bodies, arguments.clients, 60 * arguments.minutes, say)
+        measure_throughput(arguments, alone, urls, bodies, say)
+        measure_loads(arguments, server, alone, bodies, say)
 
 
 def measure_throughput(
-    alone: Alone, urls: dict[str, str], bodies: Sequence[Body], clients: int, say: Say
+    arguments: Arguments, alone: Alone, urls: dict[str, str], bodies: Sequence[Body], say: Say
 ) -> None:
     """Measures decoding from a file and each server in turn."""
     speeds, loads, cores = list[float](), dict[str, list[Load]](), list[float]()
-    for name in track([FILE, *urls] * PASSES, "throughput"):
+    for name in track([FILE, *urls] * arguments.passes, "throughput"):
         if name == FILE:
             speeds.append(alone.tokens_per_second())
             continue
         spent = time.process_time()
-        loads.setdefault(name, []).append(asyncio.run(closed_loop(urls[name], bodies, clients)))
+        loads.setdefault(name, []).append(asyncio.run(closed_loop(urls[name], bodies, arguments.clients)))
         if name == "saturated":
             cores.append((time.process_time() - spent) / loads[name][-1].seconds)
     say(FILE, {"tokens_per_second": median(speeds), "clients_cores": median(cores)})
@@ -249,19 +252,20 @@ def measure_throughput(
 
 
 def measure_loads(
-    server: Server, alone: Alone, bodies: Sequence[Body], clients: int, seconds: float, say: Say
+    arguments: Arguments, server: Server, alone: Alone, bodies: Sequence[Body], say: Say
 ) -> None:
     """Measures the server at shares of the rate that saturates it: latency at 50% and 90% for at most a
-    minute each, refusals at 120% for `seconds`, and memory. Each is next to what a simulation predicts for
+    minute each, refusals at 120% for --minutes, and memory. Each is next to what a simulation predicts for
     the same arrivals. The speed of a machine changes within seconds, so each pass takes its part of the time,
     and what the simulation needs is measured before and after each load."""
+    clients, passes, seconds = arguments.clients, arguments.passes, 60 * arguments.minutes
     seen, simulated, memory = ({name: list[Any]() for name in LOADS} for _ in range(3))
     twins = list[SimulatedServer]()
-    for seed in track(range(PASSES), "latency"):
+    for seed in track(range(passes), "latency"):
         rate, before = measure_saturated(server, alone, bodies, clients)
         twins.append(before)
         for name, share in LOADS.items():
-            duration = (min(seconds, 60) if share < 1 else seconds) / PASSES
+            duration = (min(seconds, 60) if share < 1 else seconds) / passes
             arrivals = poisson_arrivals(share * rate, max(round(share * rate * duration), 1), seed)
             load, sizes = under_load(server, bodies, arrivals)
             rate, after = measure_saturated(server, alone, bodies, clients)
@@ -323,14 +327,14 @@ def quotients(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, 
 
 
 def blocks_by_load(
-    run: DecodeConfig, rows: Sequence[int], texts: Sequence[str], say: Callable[[str], None]
+    arguments: Arguments, run: DecodeConfig, texts: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Runs load_blocks.compared() for each batch size, losslessly, so that all outputs have one
     distribution."""
     cascade, figures = Cascade.from_config(run), dict[str, Any]()
     settings = dataclasses.replace(run.settings, method="speculative", alpha=0.0, alpha_after={})
-    for count in rows:
-        figures[str(count)] = of_rows = compared(cascade, settings, count, texts, PASSES, say)
+    for count in arguments.by_load:
+        figures[str(count)] = of_rows = compared(cascade, settings, count, texts, arguments.passes, say)
         for name in ("by_load", "fixed", "verifier"):
             shown = ", ".join(f"{field} {value:.4g}" for field, value in of_rows[name].items())
             say(f"{count} rows, {name}: {shown}")

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from schedules import Letters
 from shapes import TINY_T5
-from toys import Digits, TableLM, table
+from toys import Digits, Endless, TableLM, table
 
 from speccascade_jax.config import DEMO, DecodeConfig
-from speccascade_jax.core.protocols import NO_TOKEN
 from speccascade_jax.inference.text import Cascade
 from speccascade_jax.models import ExitsConfig, model_of
 from speccascade_jax.scheduling.blocks import ACCEPTANCE, Acceptance, Blocks, Seen, sizes_up_to
@@ -83,14 +82,6 @@ def test_a_little_more_is_not_worth_a_change():
     for share, size in ((1.02, 3), (1.05, 0), (0.98, 0), (0.95, 3)):
         blocks.seconds["this"] = {0: 1.0, 3: share * tokens[3]}
         assert blocks.choose("this", [3], least=0) == size, share
-
-
-class Endless(Digits):
-    """No token of it ends a text."""
-
-    def __init__(self):
-        super().__init__()
-        self.eos_id = NO_TOKEN
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 from speccascade_jax.core.nests import insert_rows
-from speccascade_jax.core.protocols import Prefix
+from speccascade_jax.core.protocols import NO_TOKEN, Prefix
 from speccascade_jax.models.cache import write
 from speccascade_jax.models.members import members
 from speccascade_jax.tokenizers.tokenizer import Tokenizer
@@ -499,6 +499,14 @@ class Digits(Tokenizer):
 
     def decode(self, tokens):
         return "".join(str(int(t)) for t in tokens)
+
+
+class Endless(Digits):
+    """No token of it ends a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.eos_id = NO_TOKEN
 
 
 def pair(**fields):
