@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from schedules import Letters
 from shapes import TINY_T5
-from toys import Digits, Endless, TableLM, table
+from toys import Endless, TableLM, table
 
 from speccascade_jax.config import DEMO, DecodeConfig
 from speccascade_jax.inference.text import Cascade
