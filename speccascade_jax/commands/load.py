@@ -292,8 +292,7 @@ def measure_saturated(
 ) -> tuple[float, SimulatedServer]:
     """The requests per second that saturate the server at the moment, and a server to simulate it by."""
     full, few = (
-        asyncio.run(closed_loop(server.url, bodies, count)).by_littles_law(count)
-        for count in (clients, alone.rows)
+        asyncio.run(closed_loop(server.url, bodies, count)).rate_of(count) for count in (clients, alone.rows)
     )
     # With a queue, several rounds are one step; without one, each is.
     loops = {"request_seconds": (clients, full), "step_seconds": (alone.rows, few)}

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from speccascade_jax.planning.simulation import closed_loop_rate
+
 Body = dict[str, Any]
 
 
@@ -54,9 +56,9 @@ class Load:
     def requests_per_second(self) -> float:
         return len(self.accepted) / self.seconds
 
-    def by_littles_law(self, clients: int) -> float:
-        """The requests per second of a closed loop: the number of clients over the mean time to an answer."""
-        return clients / float(np.mean([reply.seconds for reply in self.accepted]))
+    def rate_of(self, clients: int) -> float:
+        """The requests per second of a closed loop of this many clients, while all of them are active."""
+        return closed_loop_rate(np.array([reply.seconds for reply in self.accepted]), clients)
 
     def summary(self) -> dict[str, Any]:
         """Counts, throughput, and the median and 99th percentile of the times of accepted requests, in ms."""

@@ -298,12 +298,20 @@ def in_closed_loop(
     server: SimulatedServer, rounds: Int[np.ndarray, " N"], clients: int, widths: Int[np.ndarray, " N"]
 ) -> float:
     """Simulates clients each of which sends a request when its last one is answered. The server must have
-    room for all of them. Returns the requests per second by Little's law: the number of clients over the mean
-    time to an answer."""
+    room for all of them. Returns closed_loop_rate()."""
     arrivals = np.where(np.arange(len(rounds)) < clients, 0.0, np.inf)
     simulation = Simulation(server, arrivals, rounds, widths)
     simulation.run()
-    return min(clients, len(rounds)) / float(np.mean(simulation.whole - simulation.arrivals))
+    seconds = simulation.whole - simulation.arrivals
+    return closed_loop_rate(seconds[np.argsort(simulation.whole, kind="stable")], clients)
+
+
+def closed_loop_rate(seconds: Float[np.ndarray, " N"], clients: int) -> float:
+    """The requests per second of a closed loop by Little's law: the number of clients over the mean time to
+    an answer. `seconds`: these times, in the order of the answers. The first and the last `clients` answers
+    do not count, unless there are no others: they meet a server that fills or empties."""
+    steady = seconds[clients:-clients] if len(seconds) > 2 * clients else seconds
+    return min(clients, len(seconds)) / float(np.mean(steady))
 
 
 def fitted(
