@@ -8,6 +8,7 @@ import pytest
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.planning.simulation import (
     SimulatedServer,
+    closed_loop_rate,
     fewest,
     fitted,
     in_closed_loop,
@@ -119,6 +120,18 @@ def test_rows_that_become_free_do_not_wait_for_the_end_of_a_step():
     rounds, widths = np.random.default_rng(0).integers(1, 6, 2000), np.zeros(2000, int)
     few, many = (in_closed_loop(server, rounds, clients, widths) for clients in (16, 70))
     assert few > 0.9 * many
+
+
+def test_the_rate_of_a_closed_loop_is_that_of_its_steady_state():
+    """The answers at its beginning and end, which wait less, do not make a short loop look faster."""
+    assert closed_loop_rate(np.array([9.0, 9, 1, 1, 1, 0.5, 0.5]), 2) == 2
+    assert closed_loop_rate(np.array([2.0, 4]), 1) == closed_loop_rate(np.array([2.0, 4]), 2) / 2 == 1 / 3
+    server = SimulatedServer(8, 0.008, 0.004, 64, 2, 0.002, request_seconds=0.002, step_seconds=0.003)
+    rounds = np.random.default_rng(0).integers(1, 7, 400)
+    short, long = (
+        in_closed_loop(server, each, 32, np.zeros(len(each), int)) for each in (rounds, np.tile(rounds, 10))
+    )
+    assert short == pytest.approx(long, rel=0.01)
 
 
 def test_what_requests_and_steps_cost_is_found_from_closed_loops():
