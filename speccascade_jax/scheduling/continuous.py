@@ -93,7 +93,7 @@ class Continuous(Scheduler):
         size = blocks.choose(program, [limit_of(request) for request in requests], max(kept, default=0))
         if size and self.behind:
             caught_up = programs.catch_up(self.batch_size, self.width)
-            self.state = programs.call(caught_up, programs.params, self.state)
+            self.state = programs.call(caught_up, programs.weights, self.state)
         self.behind = size == 0
         return size
 
@@ -262,7 +262,7 @@ class Continuous(Scheduler):
         for _ in range(TIMED):
             for size, program in by_size.items():
                 fresh, began = jax.block_until_ready(copied(state)), time.perf_counter()
-                arguments = (programs.params, fresh, np.int32(self.batch_size), np.int32(ROUNDS))
+                arguments = (programs.weights, fresh, np.int32(self.batch_size), np.int32(ROUNDS))
                 counted = programs.fetch(programs.call(program, *arguments).counts[-1].rounds)
                 spent[size].append((time.perf_counter() - began) / max(counted.max(), 1))
         return {size: median(seconds) for size, seconds in spent.items()}

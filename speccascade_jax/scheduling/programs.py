@@ -98,6 +98,8 @@ class Programs:
     ):
         """`prefixes`: the prefix cache, in the same memory."""
         self.plan, self.params, self.mesh, self.clock, self.prefixes = plan, params, mesh, clock, prefixes
+        # The programs take a flat list: in each call, JAX would flatten nnx variables one by one in Python.
+        self.weights, self.structure = jax.tree.flatten(params)
         self.devices = 1 if mesh is None else mesh.shape[AXIS]
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
         self.shapes: dict[tuple[int, int], Any] = {}  # the shapes of begin()'s result
@@ -110,7 +112,7 @@ class Programs:
         return readers_of(self.plan.sampler, self.params)
 
     def begin(self, rows: int, width: int, unread: bool = False) -> Any:
-        """(params, Requests, each row's block size + 1 or None) -> State. With `unread`, the models of
+        """(weights, Requests, each row's block size + 1 or None) -> State. With `unread`, the models of
         `readers` have read nothing yet.
 
         Raises FieldError if the state does not fit into the devices' memory.
@@ -120,7 +122,7 @@ class Programs:
             begin, arguments = self._begin(unread), self._arguments(rows, width)
             known = self.states.get((rows, width))
             where = {} if known is None else {"out_shardings": shardings(known)}
-            traced = jax.jit(begin, **where).trace(self.params, *arguments)
+            traced = jax.jit(begin, **where).trace(self.weights, *arguments)
             self._check_memory(rows, traced.out_info)
             self.shapes[rows, width] = traced.out_info
             return traced.lower()
@@ -128,7 +130,7 @@ class Programs:
         return self._once(("begin", rows, width, unread), compiled)
 
     def read(self, rows: int, width: int, number: int, size: int) -> Any:
-        """(params, State, tokens [B, size], their first position) -> State: the `number`-th reader reads its
+        """(weights, State, tokens [B, size], their first position) -> State: the `number`-th reader reads its
         next chunk. Donates the state."""
 
         def compiled() -> Any:
@@ -139,9 +141,9 @@ class Programs:
                 return state._replace(caches=caches)
 
             tokens = self._placed(jax.ShapeDtypeStruct((rows * self.devices, size), jnp.int32))
-            mapped = self._mapped(read, P(), P(AXIS), P(AXIS), P())
+            mapped = self._mapped(self._of_weights(read), P(), P(AXIS), P(AXIS), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
-                self.params, state, tokens, NUMBER
+                self.weights, state, tokens, NUMBER
             )
 
         return self._once(("read", rows, width, number, size), compiled)
@@ -184,7 +186,7 @@ class Programs:
         return self.kept[number, size]
 
     def run(self, rows: int, width: int, plain: bool = False, size: int | None = None) -> Any:
-        """(params, State, finished rows, rounds) -> State: runs until that many rows are finished or that
+        """(weights, State, finished rows, rounds) -> State: runs until that many rows are finished or that
         many rounds have run. Donates the state. `plain` omits the truncations' sorts, for states in which no
         unfinished row truncates. `size`: the block size, one of the plan's."""
 
@@ -193,20 +195,23 @@ class Programs:
             decode = run_plainly if plain else loop.run
             in_step = AXIS if self.mesh is not None and TENSOR_AXIS in self.mesh.axis_names else None
             function = partial(decode, sampler, eos_id=self.plan.eos_id, in_step=in_step)
-            mapped = self._mapped(function, P(), P(AXIS), P(), P())
+            mapped = self._mapped(self._of_weights(function), P(), P(AXIS), P(), P())
             return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
-                self.params, state, NUMBER, NUMBER
+                self.weights, state, NUMBER, NUMBER
             )
 
         return self._once(("run", rows, width, plain, size), compiled)
 
     def catch_up(self, rows: int, width: int) -> Any:
-        """(params, State) -> State: loop.caught_up(). Donates the state."""
+        """(weights, State) -> State: loop.caught_up(). Donates the state."""
 
         def compiled() -> Any:
             state = self._state(rows, width)
-            mapped = self._mapped(partial(loop.caught_up, self.plan.sampler), P(), P(AXIS))
-            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(self.params, state)
+            caught_up = self._of_weights(partial(loop.caught_up, self.plan.sampler))
+            mapped = self._mapped(caught_up, P(), P(AXIS))
+            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
+                self.weights, state
+            )
 
         return self._once(("catch_up", rows, width), compiled)
 
@@ -268,10 +273,14 @@ class Programs:
             )
             return state._replace(rows=state.rows._replace(want=want))
 
-        return self._mapped(begin, P(), P(AXIS), P(AXIS))
+        return self._mapped(self._of_weights(begin), P(), P(AXIS), P(AXIS))
+
+    def _of_weights(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose first argument is the parameters, as a function of `weights`."""
+        return lambda weights, *arguments: function(self.structure.unflatten(weights), *arguments)
 
     def _arguments(self, rows: int, width: int) -> tuple[Any, Any]:
-        """The shapes of begin()'s arguments, without the parameters."""
+        """The shapes of begin()'s arguments, without the weights."""
         size = rows * self.devices
         want = jax.ShapeDtypeStruct((size,), jnp.int32) if self.plan.ragged else None
         return self._placed((self.plan.requests(size, width), want))

@@ -114,7 +114,7 @@ class Prompts:
             part = reader.tokens(request)[at : at + size]
             tokens[place, : len(part)] = part
         read = programs.read(reading.rows, reading.width, number, size)
-        fresh = programs.call(read, programs.params, reading.fresh, programs.place(tokens), np.int32(at))
+        fresh = programs.call(read, programs.weights, reading.fresh, programs.place(tokens), np.int32(at))
         starts = (*reading.starts[:number], start + size, *reading.starts[number + 1 :])
         reading = reading._replace(fresh=fresh, starts=starts)
         if keep and self.stores(number):

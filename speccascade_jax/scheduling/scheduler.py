@@ -176,7 +176,7 @@ class Scheduler:
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
             limit = np.int32(1)
         program = self._program()
-        self.state = self.programs.call(program, self.programs.params, self.state, enough, limit)
+        self.state = self.programs.call(program, self.programs.weights, self.state, enough, limit)
 
     def _program(self) -> Any:
         """The program that runs the next rounds."""
@@ -332,7 +332,7 @@ class Scheduler:
             sizes = [request.settings.block_sizes(plan.sampler.level)[-1] for request in rows]
             want = np.array(sizes, np.int32) + 1
         batch, want = programs.place((arguments(plan, rows, width, self.tokenizer.pad_id), want))
-        return programs.call(programs.begin(count, width, unread), programs.params, batch, want)
+        return programs.call(programs.begin(count, width, unread), programs.weights, batch, want)
 
 
 def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) -> Requests:

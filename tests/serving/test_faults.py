@@ -278,10 +278,10 @@ def test_logits_that_are_no_numbers_end_their_request_alone(toy):
     lane, _ = toy.place(toy.defaults)
     with serving(toy) as (url, engine):
         wanted = [ask(url, {"prompt": "200", "seed": seed})[1]["choices"] for seed in range(8)]
-        sound_params = lane.scheduler.programs.params
-        damaged = sound_params[1].copy()
+        drafters, verifiers = weights = lane.scheduler.programs.weights
+        damaged = verifiers.copy()
         damaged[1, 3] = np.nan  # after a prompt that ends in 1
-        lane.scheduler.programs.params = (sound_params[0], damaged)
+        lane.scheduler.programs.weights = [drafters, damaged]
         try:
             with concurrent.futures.ThreadPoolExecutor(12) as pool:
                 broken = [pool.submit(ask, url, {"prompt": "201", "n": 2}) for _ in range(4)]
@@ -292,7 +292,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(toy):
                 assert (status, body["error"]["type"], body["error"]["param"]) == (500, "server_error", None)
             assert lane.failures == 0 and ask(url, path="/health")[0] == 200
         finally:
-            lane.scheduler.programs.params = sound_params
+            lane.scheduler.programs.weights = weights
         assert ask(url, {"prompt": "201"})[0] == 200
         assert until_idle(url) < 20 and engine.idle and not lane.jobs
 
