@@ -51,9 +51,10 @@ from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.outputs import write_whole
 from speccascade_jax.inference.progress import track
 from speccascade_jax.inference.text import Cascade
-from speccascade_jax.planning.simulation import SimulatedServer, fitted, poisson_arrivals
+from speccascade_jax.planning.simulation import Loop, SimulatedServer, fitted, poisson_arrivals
 from speccascade_jax.serving.engine import ROUNDS
 
+PAUSE = 1 / 3  # of clients before each request, in times of an answer of the saturated server
 LOADS = {"half_load": 0.5, "load_90": 0.9, "load_120": 1.2}  # shares of the rate that saturates a server
 SHOWN = ("tokens_per_second", "first_token_ms_p50", "whole_ms_p50")  # of each pass
 FILE = "decode.py"  # what decodes the texts from a file
@@ -261,14 +262,15 @@ def measure_loads(
     clients, passes, seconds = arguments.clients, arguments.passes, 60 * arguments.minutes
     seen, simulated, memory = ({name: list[Any]() for name in LOADS} for _ in range(3))
     twins = list[SimulatedServer]()
+    pause = PAUSE * clients / asyncio.run(closed_loop(server.url, bodies, clients)).rate_of(clients)
     for seed in track(range(passes), "latency"):
-        rate, before = measure_saturated(server, alone, bodies, clients)
+        rate, before = measure_saturated(server, alone, bodies, clients, pause)
         twins.append(before)
         for name, share in LOADS.items():
             duration = (min(seconds, 60) if share < 1 else seconds) / passes
             arrivals = poisson_arrivals(share * rate, max(round(share * rate * duration), 1), seed)
             load, sizes = under_load(server, bodies, arrivals)
-            rate, after = measure_saturated(server, alone, bodies, clients)
+            rate, after = measure_saturated(server, alone, bodies, clients, pause)
             twins.append(after)
             seen[name].append(load)
             memory[name] += sizes
@@ -288,16 +290,19 @@ def measure_loads(
 
 
 def measure_saturated(
-    server: Server, alone: Alone, bodies: Sequence[Body], clients: int
+    server: Server, alone: Alone, bodies: Sequence[Body], clients: int, pause: float
 ) -> tuple[float, SimulatedServer]:
     """The requests per second that saturate the server at the moment, and a server to simulate it by."""
-    full, few = (
-        asyncio.run(closed_loop(server.url, bodies, count)).rate_of(count) for count in (clients, alone.rows)
-    )
-    # With a queue, several rounds are one step; without one, each is.
-    loops = {"request_seconds": (clients, full), "step_seconds": (alone.rows, few)}
+    # With a queue, several rounds are one step; without one, each is. Requests that arrive at random, as under
+    # load, cost more than requests that follow answers at once.
+    loops = {
+        name: Loop(
+            count, wait, asyncio.run(closed_loop(server.url, bodies, count, pause=wait)).rate_of(count, wait)
+        )
+        for name, count, wait in (("request_seconds", clients, pause), ("step_seconds", alone.rows, 0.0))
+    }
     bare = alone.server(server.queue, ROUNDS)
-    return full, fitted(bare, alone.rounds, loops, alone.widths)
+    return loops["request_seconds"].rate, fitted(bare, alone.rounds, loops, alone.widths)
 
 
 def under_load(

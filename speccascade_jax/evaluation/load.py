@@ -5,13 +5,13 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from speccascade_jax.planning.simulation import closed_loop_rate
+from speccascade_jax.planning.simulation import closed_loop_rate, random_pauses
 
 Body = dict[str, Any]
 
@@ -56,9 +56,9 @@ class Load:
     def requests_per_second(self) -> float:
         return len(self.accepted) / self.seconds
 
-    def rate_of(self, clients: int) -> float:
+    def rate_of(self, clients: int, pause: float = 0.0) -> float:
         """The requests per second of a closed loop of this many clients, while all of them are active."""
-        return closed_loop_rate(np.array([reply.seconds for reply in self.accepted]), clients)
+        return closed_loop_rate(np.array([reply.seconds for reply in self.accepted]), clients, pause)
 
     def summary(self) -> dict[str, Any]:
         """Counts, throughput, and the median and 99th percentile of the times of accepted requests, in ms."""
@@ -117,13 +117,17 @@ async def ask(url: str, body: Body, key: str = "") -> Reply:
     return Reply(kept, first, time.perf_counter() - began, tokens, tuple(events))
 
 
-async def closed_loop(url: str, bodies: Sequence[Body], clients: int, key: str = "") -> Load:
-    """A closed loop: each of `clients` sends the next body when its last one is answered."""
-    waiting: Iterator[Body] = iter(bodies)
+async def closed_loop(
+    url: str, bodies: Sequence[Body], clients: int, key: str = "", pause: float = 0.0
+) -> Load:
+    """A closed loop: each of `clients` sends the next body when its last one is answered, after a random
+    pause of `pause` seconds on average."""
+    waiting = iter(zip(bodies, random_pauses(len(bodies), pause), strict=True))
     replies: list[Reply] = []
 
     async def client() -> None:
-        for body in waiting:
+        for body, seconds in waiting:
+            await asyncio.sleep(seconds)
             replies.append(await ask(url, body, key))
 
     began = time.perf_counter()

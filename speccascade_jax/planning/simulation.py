@@ -7,8 +7,9 @@ static batch. No round runs while prompts are read, or while a request is parsed
 
 import collections
 import dataclasses
+import heapq
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -137,21 +138,29 @@ class Simulation:
         arrivals: Float[np.ndarray, " N"],
         rounds: Int[np.ndarray, " N"],
         widths: Int[np.ndarray, " N"],
+        pauses: Float[np.ndarray, " N"] | None = None,
     ) -> None:
-        self.server, self.rounds, self.widths = server, rounds, widths
-        self.arrivals = np.array(arrivals)  # infinite: sent when an earlier request is answered
-        self.sent = int(np.isfinite(arrivals).sum())
+        """`arrivals` may be fewer than the requests: each further one is sent when another has been answered,
+        after its own one of `pauses`."""
+        self.server, self.rounds, self.widths, self.pauses = server, rounds, widths, pauses
+        self.due = sorted(arrivals.tolist())  # a heap of the times of the next arrivals
+        self.sent, self.arrivals = len(arrivals), np.full(len(rounds), np.nan)
         self.now, self.come = 0.0, 0
         self.waiting = {width: collections.deque[int]() for width in np.unique(widths)}
         self.read: collections.deque[int] = collections.deque()  # requests that wait for a row, prompts read
         self.rows: list[Row] = []
-        self.first, self.whole = (np.full(len(arrivals), np.nan) for _ in range(2))
+        self.first, self.whole = (np.full(len(rounds), np.nan) for _ in range(2))
         self.all_rounds = self.row_rounds = 0
 
     @property
     def unread(self) -> int:
         """The number of requests whose prompts have not been read."""
         return sum(map(len, self.waiting.values()))
+
+    @property
+    def called(self) -> bool:
+        """Whether a request has arrived that is not queued or refused yet."""
+        return bool(self.due) and self.due[0] <= self.now
 
     @property
     def many_wait(self) -> bool:
@@ -165,10 +174,10 @@ class Simulation:
 
     def run(self) -> None:
         """Runs until every request is answered or refused. Raises FieldError if that takes too long."""
-        while self.come < len(self.arrivals) or self.present:
+        while self.due or self.present:
             self._hear()
             if not self.present:
-                self.now = self.arrivals[self.come]
+                self.now = self.due[0] if self.due else self.now
                 continue
             self._step()
             if self.all_rounds > LAST:
@@ -178,7 +187,8 @@ class Simulation:
 
     def _hear(self, undelivered: int = 0) -> None:
         """Queues the requests that have arrived, or refuses them: `undelivered` texts count as present."""
-        while self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now:
+        while self.called:
+            self.arrivals[self.come] = heapq.heappop(self.due)
             if self.present + undelivered < self.server.rows + self.server.queue:
                 self.waiting[self.widths[self.come]].append(self.come)
             else:
@@ -193,8 +203,7 @@ class Simulation:
         finished: list[Row] = []
         for _ in range(4 if crowded else 1 if fresh else server.rounds):
             finished += self._rounds(server.rounds if crowded else 1)
-            called = self.come < len(self.arrivals) and self.arrivals[self.come] <= self.now
-            if (called and not (crowded and self.many_wait)) or not self.present:
+            if (self.called and not (crowded and self.many_wait)) or not self.present:
                 break
         self.now += server.step_seconds
         self._hear(len(finished))
@@ -203,8 +212,9 @@ class Simulation:
                 row.written, self.first[row.number] = True, self.now
         for row in finished:
             self.whole[row.number] = self.now
-            if self.sent < len(self.arrivals):  # by then the next step has begun
-                self.arrivals[self.sent] = np.nextafter(self.now, np.inf)
+            if self.pauses is not None and self.sent < len(self.rounds):
+                soon = float(np.nextafter(self.now, np.inf))  # by then the next step has begun
+                heapq.heappush(self.due, soon + self.pauses[self.sent])
                 self.sent += 1
 
     def _rounds(self, limit: int) -> list[Row]:
@@ -295,41 +305,61 @@ def simulate(
 
 
 def in_closed_loop(
-    server: SimulatedServer, rounds: Int[np.ndarray, " N"], clients: int, widths: Int[np.ndarray, " N"]
+    server: SimulatedServer,
+    rounds: Int[np.ndarray, " N"],
+    clients: int,
+    widths: Int[np.ndarray, " N"],
+    pause: float = 0.0,
 ) -> float:
-    """Simulates clients each of which sends a request when its last one is answered. The server must have
-    room for all of them. Returns closed_loop_rate()."""
-    arrivals = np.where(np.arange(len(rounds)) < clients, 0.0, np.inf)
-    simulation = Simulation(server, arrivals, rounds, widths)
+    """Simulates clients each of which pauses, sends a request and waits for the answer, again and again. The
+    server must have room for all of them. Returns closed_loop_rate()."""
+    pauses = random_pauses(len(rounds), pause)
+    simulation = Simulation(server, pauses[:clients], rounds, widths, pauses)
     simulation.run()
     seconds = simulation.whole - simulation.arrivals
-    return closed_loop_rate(seconds[np.argsort(simulation.whole, kind="stable")], clients)
+    return closed_loop_rate(seconds[np.argsort(simulation.whole, kind="stable")], clients, pause)
 
 
-def closed_loop_rate(seconds: Float[np.ndarray, " N"], clients: int) -> float:
-    """The requests per second of a closed loop by Little's law: the number of clients over the mean time to
-    an answer. `seconds`: these times, in the order of the answers. The first and the last `clients` answers
-    do not count, unless there are no others: they meet a server that fills or empties."""
+def random_pauses(count: int, mean: float) -> Float[np.ndarray, " N"]:
+    """The pauses in seconds before the requests of a closed loop: exponential, the same in every loop, and
+    with exactly this mean."""
+    draws = np.random.default_rng(0).exponential(size=count)
+    return mean * draws / np.mean(draws)
+
+
+def closed_loop_rate(seconds: Float[np.ndarray, " N"], clients: int, pause: float = 0.0) -> float:
+    """The requests per second of a closed loop by Little's law: the number of clients over the mean time from
+    an answer to the next one. `seconds`: from requests to answers, in the order of the answers. `pause`: the
+    mean of what clients wait before a request. The first and the last `clients` answers do not count, unless
+    there are no others: they meet a server that fills or empties."""
     steady = seconds[clients:-clients] if len(seconds) > 2 * clients else seconds
-    return min(clients, len(seconds)) / float(np.mean(steady))
+    return min(clients, len(seconds)) / (float(np.mean(steady)) + pause)
+
+
+class Loop(NamedTuple):
+    """What clients of a closed loop got."""
+
+    clients: int
+    pause: float  # the mean, in seconds, before each request
+    rate: float  # requests per second
 
 
 def fitted(
     server: SimulatedServer,
     rounds: Int[np.ndarray, " N"],
-    measured: Mapping[str, tuple[int, float]],
+    measured: Mapping[str, Loop],
     widths: Int[np.ndarray, " N"],
 ) -> SimulatedServer:
     """The server with new values of some fields, each of which costs seconds. `measured` maps a field to a
-    number of clients and the requests per second that they got from the real server in a closed loop. Each
-    field gets the value at which the simulated clients get as many, or 0 if they get fewer anyway."""
+    closed loop of the real server. Each field gets the value at which the simulated clients get as many
+    requests per second, or 0 if they get fewer anyway."""
     for _ in range(FITS):
-        for name, (clients, rate) in measured.items():
-            low, high = 0.0, 1 / rate  # with `high`, a request alone would take too long
+        for name, loop in measured.items():
+            low, high = 0.0, 1 / loop.rate  # with `high`, a request alone would take too long
             while high - low > TOLERANCE:
                 middle = (low + high) / 2
-                served = in_closed_loop(server.by(name, middle), rounds, clients, widths)
-                low, high = (middle, high) if served >= rate else (low, middle)
+                served = in_closed_loop(server.by(name, middle), rounds, loop.clients, widths, loop.pause)
+                low, high = (middle, high) if served >= loop.rate else (low, middle)
             server = server.by(name, low)
     return server
 

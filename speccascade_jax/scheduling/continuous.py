@@ -108,19 +108,14 @@ class Continuous(Scheduler):
         limits = np.zeros_like(numbers)
         for row, (number, request) in self.running.items():
             numbers[row], limits[row] = number, min(blocks.size, limit_of(request))
-        before = Seen(np.zeros_like(counts.histogram), np.zeros_like(counts.emitted), limits)
+        fresh = Seen(counts.histogram.copy(), counts.emitted.copy(), limits)
         if self.learnt is not None:
             same = numbers == self.learnt[0]
-            before = Seen(*(np.where(same.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in self.learnt[1]))
+            fresh.histogram[same] -= self.learnt[1].histogram[same]
+            fresh.emitted[same] -= self.learnt[1].emitted[same]
         running = numbers >= 0
-        blocks.acceptance.learn(
-            Seen(
-                (counts.histogram - before.histogram)[running],
-                (counts.emitted - before.emitted)[running],
-                limits[running],
-            )
-        )
-        self.learnt = numbers, Seen(counts.histogram, counts.emitted, limits)
+        blocks.acceptance.learn(Seen._make(x[running] for x in fresh))
+        self.learnt = numbers, counts
 
     def _place(self) -> bool:
         if self.state is None:

@@ -7,6 +7,7 @@ import pytest
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.planning.simulation import (
+    Loop,
     SimulatedServer,
     closed_loop_rate,
     fewest,
@@ -139,14 +140,14 @@ def test_what_requests_and_steps_cost_is_found_from_closed_loops():
     known = SimulatedServer(8, 0.01, 0.008, 64, 2, 0.002, request_seconds=0.0015, step_seconds=0.003)
     rounds, widths = np.random.default_rng(0).integers(1, 6, 400), np.zeros(400, int)
     measured = {
-        name: (clients, in_closed_loop(known, rounds, clients, widths))
-        for name, clients in (("request_seconds", 32), ("step_seconds", 8))
+        name: Loop(clients, pause, in_closed_loop(known, rounds, clients, widths, pause))
+        for name, clients, pause in (("request_seconds", 32, 0.1), ("step_seconds", 8, 0.0))
     }
     blank = dataclasses.replace(known, request_seconds=0.0, step_seconds=0.0)
     server = fitted(blank, rounds, measured, widths)
     assert server.request_seconds == pytest.approx(0.0015, rel=0.1)
     assert server.step_seconds == pytest.approx(0.003, rel=0.1)
-    faster = {name: (clients, 2 * rate) for name, (clients, rate) in measured.items()}
+    faster = {name: loop._replace(rate=2 * loop.rate) for name, loop in measured.items()}
     assert fitted(blank, rounds, faster, widths) == blank  # nothing costs less than nothing
 
 
