@@ -293,14 +293,14 @@ def measure_saturated(
     server: Server, alone: Alone, bodies: Sequence[Body], clients: int, pause: float
 ) -> tuple[float, SimulatedServer]:
     """The requests per second that saturate the server at the moment, and a server to simulate it by."""
-    # With a queue, several rounds are one step; without one, each is. Requests that arrive at random, as under
-    # load, cost more than requests that follow answers at once.
-    loops = {
-        name: Loop(
-            count, wait, asyncio.run(closed_loop(server.url, bodies, count, pause=wait)).rate_of(count, wait)
-        )
-        for name, count, wait in (("request_seconds", clients, pause), ("step_seconds", alone.rows, 0.0))
-    }
+
+    def measured(count: int, pause: float) -> Loop:
+        load = asyncio.run(closed_loop(server.url, bodies, count, pause=pause))
+        return Loop(count, pause, load.rate_of(count, pause))
+
+    # With a queue, several rounds are one step; without one, each is. Requests that arrive at random, as
+    # under load, cost more than requests that follow answers at once.
+    loops = {"request_seconds": measured(clients, pause), "step_seconds": measured(alone.rows, 0.0)}
     bare = alone.server(server.queue, ROUNDS)
     return loops["request_seconds"].rate, fitted(bare, alone.rounds, loops, alone.widths)
 
