@@ -59,6 +59,12 @@ def test_a_closed_loop_counts_every_outcome(url):
     assert asyncio.run(closed_loop("http://127.0.0.1:9", bodies[:2], 2)).summary()["lost"] == 2
 
 
+def test_clients_pause_before_each_request(url):
+    load = asyncio.run(closed_loop(url, [{"prompt": "well"}] * 6, clients=2, pause=0.1))
+    assert len(load.accepted) == 6 and load.seconds >= 6 * (0.1 + 0.05) / 2
+    assert load.rate_of(2, 0.1) <= 2 / (0.1 + 0.05) < load.rate_of(2)
+
+
 @pytest.mark.full
 def test_an_open_loop_does_not_wait_for_answers(url):
     """The first two answers have not come when the third request is sent."""

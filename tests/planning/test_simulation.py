@@ -9,11 +9,13 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.planning.simulation import (
     Loop,
     SimulatedServer,
+    Simulation,
     closed_loop_rate,
     fewest,
     fitted,
     in_closed_loop,
     poisson_arrivals,
+    random_pauses,
     rounds_of_texts,
     simulate,
 )
@@ -113,6 +115,20 @@ def test_the_client_of_a_closed_loop_has_the_server_to_itself():
     _, rounds = texts(100, 6)
     alone = 0.008 + 0.001 + 6 * (0.01 + 0.002)
     assert in_closed_loop(server, rounds, 1, np.zeros(100, int)) == pytest.approx(1 / alone)
+    assert in_closed_loop(server, rounds, 1, np.zeros(100, int), 0.5) == pytest.approx(1 / (alone + 0.5))
+
+
+def test_clients_that_pause_at_random_get_what_the_server_answers_meanwhile():
+    """Their rate by Little's law is the number of answers over the time between them."""
+    server = SimulatedServer(8, 0.01, 0.004, 100, 2, together_seconds=0.002, request_seconds=0.001)
+    rounds, widths = np.random.default_rng(0).integers(1, 6, 4000), np.zeros(4000, int)
+    for clients, pause in ((8, 0.2), (32, 0.1)):
+        pauses = random_pauses(len(rounds), pause)
+        simulation = Simulation(server, pauses[:clients], rounds, widths, pauses)
+        simulation.run()
+        ends = np.sort(simulation.whole)[clients:-clients]
+        counted = (len(ends) - 1) / (ends[-1] - ends[0])
+        assert in_closed_loop(server, rounds, clients, widths, pause) == pytest.approx(counted, rel=0.01)
 
 
 def test_rows_that_become_free_do_not_wait_for_the_end_of_a_step():
