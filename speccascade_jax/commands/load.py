@@ -7,7 +7,8 @@ saturation, a server with one row (one request at a time) and, with --vs-transfo
 with transformers, one request at a time. Then it measures the server at 50% and 90% load (time to first
 token) and at 120% load (memory and refusals). Each measurement is printed next to the scheduler simulation's
 prediction. The simulation uses the times of a round and of a prompt. What else a request and a step of the
-server cost is fitted to two closed loops, with and without a queue.
+server cost is fitted to two closed loops: one without a queue, and one with a queue whose clients pause at
+random.
 
     python scripts/load.py --config=demo --replicas=2
 
