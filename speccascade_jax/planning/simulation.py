@@ -140,8 +140,8 @@ class Simulation:
         widths: Int[np.ndarray, " N"],
         pauses: Float[np.ndarray, " N"] | None = None,
     ) -> None:
-        """`arrivals` may be fewer than the requests: each further one is sent when another has been answered,
-        after its own one of `pauses`."""
+        """With fewer `arrivals` than requests, each further request is sent when another has been answered,
+        after its pause, one of `pauses` [N]."""
         self.server, self.rounds, self.widths, self.pauses = server, rounds, widths, pauses
         self.due = sorted(arrivals.tolist())  # a heap of the times of the next arrivals
         self.sent, self.arrivals = len(arrivals), np.full(len(rounds), np.nan)
