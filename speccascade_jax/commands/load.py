@@ -55,7 +55,7 @@ from speccascade_jax.inference.text import Cascade
 from speccascade_jax.planning.simulation import Loop, SimulatedServer, fitted, poisson_arrivals
 from speccascade_jax.serving.engine import ROUNDS
 
-PAUSE = 1 / 3  # of clients before each request, in times of an answer of the saturated server
+PAUSE = 1 / 3  # the mean pause before a request, relative to the time that a saturated server takes to answer
 LOADS = {"half_load": 0.5, "load_90": 0.9, "load_120": 1.2}  # shares of the rate that saturates a server
 SHOWN = ("tokens_per_second", "first_token_ms_p50", "whole_ms_p50")  # of each pass
 FILE = "decode.py"  # what decodes the texts from a file
@@ -72,7 +72,7 @@ class Arguments:
     requests: int = 400
     """The number of requests for measuring the throughput of each server."""
     passes: int = 3
-    """The number of passes of each server over the texts, in turn. Figures are medians over the passes. More
+    """The number of passes of each server over the texts, in turn. Ratios are medians over the passes. More
     passes average out the noise of a machine."""
     rows: int = 8
     """The batch size of the server and of the decode command."""
@@ -170,8 +170,8 @@ def measure_replicas(arguments: Arguments, count: int, method: str, bodies: Sequ
 
 
 def load(arguments: Arguments) -> None:
-    at_least(1, requests=arguments.requests, rows=arguments.rows, clients=arguments.clients)
-    at_least(1, passes=arguments.passes)
+    at_least(1, requests=arguments.requests, passes=arguments.passes)
+    at_least(1, rows=arguments.rows, clients=arguments.clients)
     at_least(2, replicas=arguments.replicas)
     at_least(1, by_load=min(arguments.by_load, default=1))
     if not 0 < arguments.minutes < 1e4:

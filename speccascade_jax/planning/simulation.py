@@ -337,7 +337,7 @@ def closed_loop_rate(seconds: Float[np.ndarray, " N"], clients: int, pause: floa
 
 
 class Loop(NamedTuple):
-    """What clients of a closed loop got."""
+    """A closed loop, and the rate that its clients got."""
 
     clients: int
     pause: float  # the mean, in seconds, before each request

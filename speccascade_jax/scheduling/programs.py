@@ -99,7 +99,6 @@ class Programs:
         """`prefixes`: the prefix cache, in the same memory."""
         self.plan, self.params, self.mesh, self.clock, self.prefixes = plan, params, mesh, clock, prefixes
         # The programs take a flat list: in each call, JAX would flatten nnx variables one by one in Python.
-        self.weights: list[Any]
         self.structure: Any
         self.weights, self.structure = jax.tree.flatten(params)
         self.devices = 1 if mesh is None else mesh.shape[AXIS]
