@@ -107,5 +107,6 @@ def add(a: Counts, b: Counts) -> Counts:
 
 def cut_after(tokens: Int[Array, "B N"], size: Int[Array, " B"], eos_id: int) -> Int[Array, " B"]:
     """`size`, reduced so that the tokens end with the first eos_id."""
-    is_eos = (tokens == eos_id) & (jnp.arange(tokens.shape[1]) < size[:, None])
-    return jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, size)
+    count = 1 + jnp.arange(tokens.shape[1])
+    ends = jnp.where((tokens == eos_id) & (count <= size[:, None]), count, size[:, None])
+    return jnp.min(ends, axis=1, initial=tokens.shape[1])

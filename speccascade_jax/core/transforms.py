@@ -187,7 +187,8 @@ def token_probs(
         if truncation.logits:
             kept = truncation.keep(logits, value, bound) | (value == truncation.off)
             scaled = jnp.where(kept, scaled, -jnp.inf)
-    probs = jax.nn.softmax(scaled, axis=-1)
+    weights = jnp.exp(scaled)  # a softmax would look for the largest again, which is 0
+    probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
     for truncation, value, bound in values.values():
         if not truncation.logits:
             probs = computed_once(probs)

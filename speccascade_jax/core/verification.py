@@ -43,7 +43,13 @@ def by_token(
     Strict, so that u = 0 never accepts a token without mass in pi. A product avoids a division by zero.
     """
     accepted = (u * _of_drafted(draft.probs, draft) < _of_drafted(pi, draft)) & draft.inside
-    return jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1), jnp.ones(pi.shape[:2])
+    return leading(accepted), jnp.ones(pi.shape[:2])
+
+
+def leading(mask: Bool[Array, "B G"]) -> Int[Array, " B"]:
+    """The number of true entries before the first false one."""
+    size = mask.shape[1]
+    return jnp.min(jnp.where(mask, size, jnp.arange(size)), axis=1, initial=size)
 
 
 def by_block(

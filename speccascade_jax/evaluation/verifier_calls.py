@@ -27,6 +27,7 @@ from speccascade_jax.evaluation.turns import Cascades, Ratio, described
 from speccascade_jax.inference.outputs import resume
 from speccascade_jax.inference.text import Cascade, Output
 from speccascade_jax.planning.runs import Runs
+from speccascade_jax.scheduling.programs import with_keys
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import arguments
 from speccascade_jax.settings import Settings
@@ -38,8 +39,9 @@ BATCH = 16
 def ratios(
     sampler: Sampler, params: Any, requests: loop.Requests, tokens: Int[jax.Array, "B L"]
 ) -> Float[jax.Array, "B L"]:
-    """q~/pi of each of `tokens` given its request and the tokens before it; 0 where pi is 0."""
-    state = loop.begin(sampler, params, requests, max_new_tokens=tokens.shape[1])
+    """q~/pi of each of `tokens` given its request (with Seeds for its key) and the tokens before it; 0 where
+    pi is 0."""
+    state = loop.begin(sampler, params, with_keys(requests), max_new_tokens=tokens.shape[1])
     read = jnp.concatenate([state.rows.last[:, None], tokens[:, :-1]], axis=1)
     draft_laws: Any = ability_of(sampler, "draft_laws")
     drafted, written = (

@@ -1,6 +1,5 @@
 """Log probabilities of a text's tokens under its sampler's distribution, computed afterwards in one pass."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from speccascade_jax.core import loop
 from speccascade_jax.core.protocols import Params, Sampler, laws
 from speccascade_jax.parallel import fetched, whole_on
 from speccascade_jax.scheduling.kernels import compiler_options
-from speccascade_jax.scheduling.programs import Plan, placed_as
+from speccascade_jax.scheduling.programs import Plan, placed_as, with_keys
 from speccascade_jax.scheduling.prompts import Request
 from speccascade_jax.scheduling.scheduler import arguments
 
@@ -56,7 +55,11 @@ class Scorer:
 
     def precompile(self) -> None:
         tokens = jax.ShapeDtypeStruct((1, self.plan.max_new_tokens), jnp.int32)
-        function = jax.jit(partial(score, self.plan.sampler))
+
+        @jax.jit
+        def function(params: Params, requests: loop.Requests, tokens: Any) -> Any:
+            return score(self.plan.sampler, params, with_keys(requests), tokens)
+
         shapes = self.plan.requests(1, self.width), tokens
         if self.mesh is not None:
             at = NamedSharding(self.mesh, P())

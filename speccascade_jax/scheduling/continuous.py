@@ -104,7 +104,7 @@ class Continuous(Scheduler):
 
     def _learn(self, blocks: Blocks) -> None:
         """Passes the counts of the turn's rounds to `blocks`."""
-        counts, numbers = self.seen[4][-1], np.full(len(self.seen[3]), -1)
+        counts, numbers = self.seen.counts[-1], np.full(len(self.seen.room), -1)
         limits = np.zeros_like(numbers)
         for row, (number, request) in self.running.items():
             numbers[row], limits[row] = number, min(blocks.size, limit_of(request))
@@ -246,9 +246,9 @@ class Continuous(Scheduler):
                     state = self._resized(state, self.widths[0], width)
                 for alone in plain if width == self.widths[-1] else (True,):
                     by_size = {size: programs.run(rows, width, alone, size) for size in sizes}
-                    blocks.seconds[Timed(rows, width, alone, lossless)] = self._seconds(by_size, state)
+                    blocks.seconds[Timed(rows, width, alone, lossless)] = self._seconds(by_size, state, width)
 
-    def _seconds(self, by_size: dict[int, Any], state: Any) -> dict[int, float]:
+    def _seconds(self, by_size: dict[int, Any], state: Any, width: int) -> dict[int, float]:
         """The median seconds of a round of each program. The programs run in turn, so that a busy machine
         slows all of them."""
         programs, spent = self.programs, {size: list[float]() for size in by_size}
@@ -258,8 +258,9 @@ class Continuous(Scheduler):
             for size, program in by_size.items():
                 fresh, began = jax.block_until_ready(copied(state)), time.perf_counter()
                 arguments = (programs.weights, fresh, np.int32(self.batch_size), np.int32(ROUNDS))
-                counted = programs.fetch(programs.call(program, *arguments).counts[-1].rounds)
-                spent[size].append((time.perf_counter() - began) / max(counted.max(), 1))
+                _, seen = programs.call(program, *arguments)
+                rounds = programs.snapshot(self.batch_size, width, seen).counts[-1].rounds.max()
+                spent[size].append((time.perf_counter() - began) / max(rounds, 1))
         return {size: median(seconds) for size, seconds in spent.items()}
 
 

@@ -1,12 +1,13 @@
 """The compiled programs of a scheduler, one for each shape."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from speccascade_jax.scheduling.prefixes import PrefixCache
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES
 from speccascade_jax.vocabularies.joining import shapes_of
 
+Array = jax.Array
 GIGABYTE = 2**30
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 LAWS = 8  # about how many arrays [B, block size + 1, V] a round holds at once
@@ -69,21 +71,51 @@ class Plan:
         return SamplingOptions(temperature, **values, **{f"max_{name}": bound for name, bound in self.bounds})
 
     def requests(self, rows: int, width: int) -> loop.Requests:
-        """The shapes of `rows` requests whose inputs are padded to `width`."""
+        """The shapes of `rows` requests whose inputs are padded to `width`, with Seeds for keys."""
 
         def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
         levels, numbers = self.sampler.level, array(jnp.float32)
         options = self.options(numbers, {name: array(TRUNCATIONS[name].dtype) for name in self.truncations})
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        seeds: Any = Seeds(array(jnp.uint32, *key_data(0).shape), array(jnp.uint32))
         whole = array(jnp.int32)
         markers = Markers._make((array(jnp.int32, PLACES, LONGEST), array(jnp.float32, PLACES, levels)))
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))
         by_level = array(jnp.float32, levels), array(jnp.int32, levels)
         return loop.Requests._make(
-            (keys, inputs, whole, whole, options, *by_level, whole, markers if self.spans else None)
+            (seeds, inputs, whole, whole, options, *by_level, whole, markers if self.spans else None)
         )
+
+
+class Snapshot(NamedTuple):
+    """The parts of a State that the host reads."""
+
+    tokens: Any
+    origin: Any
+    emitted: Any
+    room: Any
+    counts: Any
+    history: Any
+
+    @classmethod
+    def of(cls, state: loop.State) -> "Snapshot":
+        return cls(state.tokens, state.origin, state.emitted, state.rows.room, state.counts, state.history)
+
+
+class Seeds(NamedTuple):
+    """What the rows' keys are made of, in place of Requests.keys. The program that reads the requests makes
+    the keys, because a call of its own would take longer."""
+
+    data: Any  # uint32 [B, K], key_data() of the requests' seeds
+    numbers: Any  # uint32 [B], of the requests
+
+
+def with_keys(requests: loop.Requests) -> loop.Requests:
+    """Requests whose Seeds have become keys: each request's number folded into the key of its seed."""
+    seeds: Any = requests.keys
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds.data), seeds.numbers)
+    return requests._replace(keys=keys)
 
 
 class Programs:
@@ -105,6 +137,7 @@ class Programs:
         self.compiled: dict[tuple[Any, ...], Any] = {}  # (name, rows, width, ...) -> program
         self.shapes: dict[tuple[int, int], Any] = {}  # the shapes of begin()'s result
         self.states: dict[tuple[int, int], Any] = {}
+        self.packings: dict[tuple[int, int], Packing] = {}
         self.kept: dict[tuple[int, int], Any] = {}  # shapes of cut()'s result, by reader and size
 
     @cached_property
@@ -113,8 +146,8 @@ class Programs:
         return readers_of(self.plan.sampler, self.params)
 
     def begin(self, rows: int, width: int, unread: bool = False) -> Any:
-        """(weights, Requests, each row's block size + 1 or None) -> State. With `unread`, the models of
-        `readers` have read nothing yet.
+        """(weights, Requests with Seeds for keys, each row's block size + 1 or None) -> State. With `unread`,
+        the models of `readers` have read nothing yet.
 
         Raises FieldError if the state does not fit into the devices' memory.
         """
@@ -187,17 +220,23 @@ class Programs:
         return self.kept[number, size]
 
     def run(self, rows: int, width: int, plain: bool = False, size: int | None = None) -> Any:
-        """(weights, State, finished rows, rounds) -> State: runs until that many rows are finished or that
-        many rounds have run. Donates the state. `plain` omits the truncations' sorts, for states in which no
-        unfinished row truncates. `size`: the block size, one of the plan's."""
+        """(weights, State, finished rows, rounds) -> State, its Snapshot for snapshot(): runs until that many
+        rows are finished or that many rounds have run. Donates the state. `plain` omits the truncations'
+        sorts, for states in which no unfinished row truncates. `size`: the block size, one of the plan's."""
 
         def compiled() -> Any:
             state, sampler = self._state(rows, width), self._sampler(size)
             decode = run_plainly if plain else loop.run
             in_step = AXIS if self.mesh is not None and TENSOR_AXIS in self.mesh.axis_names else None
-            function = partial(decode, sampler, eos_id=self.plan.eos_id, in_step=in_step)
-            mapped = self._mapped(self._of_weights(function), P(), P(AXIS), P(), P())
-            return jax.jit(mapped, donate_argnums=1, out_shardings=shardings(state)).lower(
+            packing = self._packing(rows, width)
+
+            def run(params: Any, state: loop.State, *limits: Any) -> tuple[loop.State, Any]:
+                done = decode(sampler, params, state, *limits, eos_id=self.plan.eos_id, in_step=in_step)
+                return done, packing.pack(Snapshot.of(done))
+
+            mapped = self._mapped(self._of_weights(run), P(), P(AXIS), P(), P())
+            where = shardings(state), None if self.mesh is None else NamedSharding(self.mesh, P(AXIS))
+            return jax.jit(mapped, donate_argnums=1, out_shardings=where).lower(
                 self.weights, state, NUMBER, NUMBER
             )
 
@@ -247,9 +286,10 @@ class Programs:
         with self.clock.decoding():
             return program(*arguments)
 
-    def fetch(self, arrays: Any) -> Any:
+    def snapshot(self, rows: int, width: int, arrays: Any) -> Snapshot:
+        """Fetches the second result of run()."""
         with self.clock.decoding():
-            return fetched(arrays)
+            return self._packing(rows, width).unpack(fetched(arrays))
 
     def place(self, rows: Any) -> Any:
         """Puts host arrays [B, ...] onto the devices, each device's rows on that device."""
@@ -267,7 +307,7 @@ class Programs:
             state = loop.begin(
                 sampler,
                 params,
-                batch,
+                with_keys(batch),
                 max_new_tokens=plan.max_new_tokens,
                 history=plan.history,
                 eos_id=plan.eos_id,
@@ -324,6 +364,11 @@ class Programs:
             where = self.begin(rows, width, unread).output_shardings
             self.states[rows, width] = placed_as(self.shapes[rows, width], where)
         return self.states[rows, width]
+
+    def _packing(self, rows: int, width: int) -> "Packing":
+        if (rows, width) not in self.packings:
+            self.packings[rows, width] = Packing(Snapshot.of(self._state(rows, width)))
+        return self.packings[rows, width]
 
     def _once(self, key: Any, lower: Callable[[], Any]) -> Any:
         if key not in self.compiled:
@@ -422,17 +467,31 @@ def crowded() -> bool:
         return False
 
 
-def row_keys(seeds: list[int], numbers: list[int]) -> jax.Array:
-    """Typed keys [B]: for each row, its request's number folded into the key of its seed."""
-    data = np.stack([key_data(seed) for seed in seeds])
-    return _folded(data, np.array(numbers, np.uint32))
+class Packing:
+    """Joins a tree's arrays [B, ...] into one array [B, N] for each dtype: the host fetches few arrays in
+    less time than many."""
+
+    def __init__(self, shapes: Any):
+        self.structure: Any
+        leaves, self.structure = jax.tree.flatten(shapes)
+        ends = dict.fromkeys((x.dtype.name for x in leaves), 0)
+        self.places = list[tuple[str, slice, tuple[int, ...]]]()
+        for x in leaves:
+            dtype, size = x.dtype.name, math.prod(x.shape[1:])
+            ends[dtype] += size
+            self.places.append((dtype, slice(ends[dtype] - size, ends[dtype]), x.shape))
+
+    def pack(self, tree: Any) -> dict[str, Array]:
+        parts = dict[str, list[Array]]()
+        for x in jax.tree.leaves(tree):
+            parts.setdefault(x.dtype.name, []).append(x.reshape(len(x), -1))
+        return {dtype: jnp.concatenate(some, axis=1) for dtype, some in parts.items()}
+
+    def unpack(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        parts = [arrays[dtype][:, place].reshape(shape) for dtype, place, shape in self.places]
+        return self.structure.unflatten(parts)
 
 
 @lru_cache(maxsize=1024)
 def key_data(seed: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(jax.random.key(seed)))
-
-
-@jax.jit
-def _folded(data: jax.Array, numbers: jax.Array) -> jax.Array:
-    return jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(data), numbers)

@@ -24,7 +24,7 @@ from speccascade_jax.core.samplers.proposals import Proposals
 from speccascade_jax.core.transforms import TRUNCATIONS
 from speccascade_jax.core.verification import is_default, verifications_of
 from speccascade_jax.scheduling.prefixes import PrefixCache
-from speccascade_jax.scheduling.programs import Plan, Programs, row_keys
+from speccascade_jax.scheduling.programs import Plan, Programs, Seeds, Snapshot, key_data
 from speccascade_jax.scheduling.prompts import Entry, Prompts, Reading, Request
 from speccascade_jax.settings import Settings
 from speccascade_jax.tokenizers.markers import LONGEST, PLACES, Tokenized
@@ -33,6 +33,7 @@ from speccascade_jax.vocabularies.joining import inputs_of
 
 LOOK_EVERY = 8  # rounds between two searches for stop sequences
 ALL_ROUNDS = np.int32(2**31 - 1)
+ORIGINS = [origin.name.lower() for origin in sorted(Origin)]  # by number
 
 
 class Result(NamedTuple):
@@ -115,7 +116,7 @@ class Scheduler:
         self.running: dict[int, tuple[int, Request]] = {}  # by row, numbered over all devices
         self.done: list[tuple[int, Result | LogitsError]] = []
         self.state: Any = None
-        self.seen: Any = None  # the parts of the state that run() has fetched
+        self.seen: Any = None  # a Snapshot of the state after the last run()
         self.width = self.admitted = 0
 
     @property
@@ -161,33 +162,30 @@ class Scheduler:
         limit = ALL_ROUNDS if rounds is None else np.int32(rounds)
         limit = min(limit, np.int32(1 if held else LOOK_EVERY)) if stops or held else limit
         enough = self.share if self.waiting and not held else self.batch_size
-        self._rounds(np.int32(enough), limit)
-        state = self.state
-        self.seen = self.programs.fetch(
-            (state.tokens, state.origin, state.emitted, state.rows.room, state.counts, state.history)
-        )
+        self.seen = self._rounds(np.int32(enough), limit)
         self._take_finished()
 
-    def _rounds(self, enough: np.int32, limit: np.int32) -> None:
+    def _rounds(self, enough: np.int32, limit: np.int32) -> Snapshot:
         """Runs up to `limit` rounds, or until `enough` rows are finished. With a proposer, it runs one
         round."""
         if self.proposer is not None:
             proposals = self.programs.place(self.proposer(self.running, self._written))
             self.state = self.state._replace(caches=(proposals, *self.state.caches[1:]))
             limit = np.int32(1)
-        program = self._program()
-        self.state = self.programs.call(program, self.programs.weights, self.state, enough, limit)
+        program, programs = self._program(), self.programs
+        self.state, seen = programs.call(program, programs.weights, self.state, enough, limit)
+        return programs.snapshot(self.batch_size, self.width, seen)
 
     def _program(self) -> Any:
         """The program that runs the next rounds."""
         return self.programs.run(self.batch_size, self.width)
 
     def _written(self, row: int) -> list[int]:
-        """The tokens that a row had written when its state was last fetched."""
-        return self.seen[0][row, : int(self.seen[2][row])].tolist()
+        """The tokens that a row had written after the last run()."""
+        return self.seen.tokens[row, : int(self.seen.emitted[row])].tolist()
 
     def _take_finished(self) -> None:
-        room, stopped = self.seen[3], []
+        room, stopped = self.seen.room, list[int]()
         for row, (number, request) in [*self.running.items()]:
             broken = self._broken(row)
             if room[row] > 0 and not (request.stop or broken):
@@ -204,20 +202,20 @@ class Scheduler:
 
     def _broken(self, row: int) -> bool:
         """Whether a row's logits were NaN: then its tokens contain ids outside the vocabulary."""
-        tokens, _, emitted, *_ = self.seen
-        return bool((tokens[row, : int(emitted[row])] >= self.programs.plan.vocab_size).any())
+        tokens, emitted = self.seen.tokens[row], int(self.seen.emitted[row])
+        return bool((tokens[:emitted] >= self.programs.plan.vocab_size).any())
 
     def _result(self, row: int, request: Request) -> tuple[Result, bool]:
         """A row's result up to its stop sequence, and whether it has reached one."""
-        tokens, origin, emitted, room, counts, history = self.seen
-        written = tokens[row, : int(emitted[row])]
-        stopped = up_to_stop(self.tokenizer, written.tolist(), request.stop, goes_on=bool(room[row] > 0))
-        kept = written.tolist() if stopped is None else stopped[0]
-        counts = (
-            jax.tree.map(lambda x: x[row], counts) if stopped is None else counts_at(history, row, len(kept))
-        )
-        levels, origins = np.divmod(origin[row, : len(kept)], len(Origin))
-        names = [Origin(code).name.lower() for code in origins]
+        seen, written = self.seen, self._written(row)
+        stopped = up_to_stop(self.tokenizer, written, request.stop, goes_on=bool(seen.room[row] > 0))
+        if stopped is None:
+            kept, counts = written, jax.tree.map(lambda x: x[row], seen.counts)
+        else:
+            kept = stopped[0]
+            counts = counts_at(seen.history, row, len(kept))
+        levels, origins = np.divmod(seen.origin[row, : len(kept)], len(Origin))
+        names = [ORIGINS[code] for code in origins.tolist()]
         numbers = self.programs.plan.sampler.plain(counts)
         return Result(kept, names, levels.tolist(), numbers), stopped is not None
 
@@ -336,8 +334,8 @@ class Scheduler:
 
 
 def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) -> Requests:
-    """The requests in the form that begin() takes, with inputs padded to `width`. A request without tokens is
-    an empty row."""
+    """The requests in the form that begin() takes, with Seeds for keys and inputs padded to `width`. A
+    request without tokens is an empty row."""
     settings = [request.settings for request in requests]
 
     def column(name: str, off: float, dtype: Any) -> np.ndarray:
@@ -356,7 +354,10 @@ def arguments(plan: Plan, requests: Sequence[Request], width: int, pad_id: int) 
     methods = np.array([request.methods or (0,) * levels for request in requests], np.int32)
     return Requests._make(
         (
-            row_keys([s.seed for s in settings], [request.number for request in requests]),
+            Seeds(
+                np.stack([key_data(s.seed) for s in settings]),
+                np.array([request.number for request in requests], np.uint32),
+            ),
             inputs,
             lengths,
             column("max_new_tokens", plan.max_new_tokens, np.int32),

@@ -1,5 +1,7 @@
 """The number of accepted tokens and the token after them, checked by hand and by their law."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,13 @@ import pytest
 from toys import chi_square
 
 from speccascade_jax.core.randomness import draw
+from speccascade_jax.core.rounds import cut_after
 from speccascade_jax.core.verification import (
     VERIFICATIONS,
     Draft,
     block_chances,
     deferred_drafts,
+    leading,
     residual,
     verify,
 )
@@ -78,3 +82,18 @@ def test_deferrals_are_counted_at_drafted_positions_only():
     assert deferred_drafts(jnp.asarray(every), draft).tolist() == [2, 1]
     assert deferred_drafts(jnp.asarray(token), draft).tolist() == [1, 0]
     assert deferred_drafts(None, draft).tolist() == [0, 0]
+
+
+def test_a_run_of_accepted_tokens_ends_at_the_first_rejection():
+    masks = np.array(list(itertools.product([False, True], repeat=4)))
+    expected = [next((n for n, kept in enumerate(mask) if not kept), 4) for mask in masks]
+    assert leading(masks).tolist() == expected
+    assert leading(masks[:, :0]).tolist() == [0] * len(masks)
+
+
+def test_tokens_are_cut_after_the_first_end():
+    for tokens in itertools.product([5, 6, 7], repeat=3):
+        for size in range(4):
+            written = tokens[:size]
+            expected = written.index(7) + 1 if 7 in written else size
+            assert cut_after(np.array([tokens]), np.array([size]), 7).tolist() == [expected]

@@ -1,8 +1,7 @@
 """Lookup next to a drafter: each row's round is drafted by whichever is expected to yield more tokens."""
 
 import dataclasses
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,13 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.nests import roll_back
-from speccascade_jax.core.protocols import Block, Cache, Counts, Params, Rows
+from speccascade_jax.core.protocols import AnyArray, Block, Cache, Counts, Params, Rows
 from speccascade_jax.core.samplers.adaptive import ACCEPTANCE
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
 from speccascade_jax.core.samplers.lookup import Lookup, Text, placed
 from speccascade_jax.core.samplers.speculative import Speculative
 from speccascade_jax.core.transforms import token_probs
+from speccascade_jax.core.verification import leading
 
 Array = jax.Array
 LEAST = 2  # tokens of a match from which its draft is considered: after one, few drafts are right
@@ -59,14 +59,9 @@ class WithLookup:
         return Block._make((*chosen, block.size)), (text, below), counts
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["passes", "looked_up", "tested", "kept", "text_tested", "text_kept"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """Statistics of each row's drafter and lookup, [B].
+class Tried(NamedTuple):
+    """Statistics of each row's drafter and lookup, [B]. A sampler counts them in one array [B, 6], because a
+    round would add six in more time.
 
     Every lookup is compared with the committed tokens, whether it was used as the draft or not. Of the
     drafter's tokens, only those up to and including a rejection count, as in adaptive.Experience.
@@ -78,6 +73,14 @@ class Tried:
     kept: Any
     text_tested: Any
     text_kept: Any
+
+    @classmethod
+    def of(cls, counts: Int[AnyArray, "*B 6"]) -> "Tried":
+        return cls(*(counts[..., n] for n in range(counts.shape[-1])))
+
+    @property
+    def counts(self) -> Int[Array, "B 6"]:
+        return jnp.stack(self, axis=-1)
 
     def acceptance(self) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         """The estimated acceptance probabilities of the drafter's tokens and of tokens that are looked up."""
@@ -91,10 +94,10 @@ def expected(
     acceptance: float | Float[Array, " B"], count: int | Int[Array, " B"], block_size: int
 ) -> Float[Array, " B"]:
     """1 + a + .. + a^n, the tokens that a round of n <= `block_size` drafts yields."""
-    powers = jnp.asarray(acceptance)[..., None] ** jnp.arange(1, block_size + 1)
-    return 1 + jnp.sum(
-        jnp.where(jnp.arange(block_size) < jnp.asarray(count)[..., None], powers, 0.0), axis=-1
-    )
+    tokens = jnp.ones(jnp.shape(count))
+    for n in range(block_size, 0, -1):
+        tokens = jnp.where(n <= count, 1 + acceptance * tokens, tokens)
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Choosing(Speculative):
     sized: ClassVar[bool] = False
 
     def plain(self, counts: Counts) -> dict[str, Any]:
-        tried, verified = counts
+        tried, verified = Tried.of(counts[0]), counts[1]
         return {"drafter_passes": int(tried.passes), "looked_up": int(tried.looked_up), **verified.plain()}
 
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
@@ -123,12 +126,11 @@ class Choosing(Speculative):
         considered = match.match >= LEAST
         known = jnp.where(considered, jnp.minimum(match.size, block.size), 0)
         inside = jnp.arange(self.block_size) < known[:, None]
-        same = (match.tokens == block.tokens[:, : self.block_size]) & inside
-        kept = jnp.sum(jnp.cumprod(same, axis=1), axis=1)
+        kept = leading((match.tokens == block.tokens[:, : self.block_size]) & inside)
         tested = jnp.where(looked_up, 0, counts.accepted + (counts.accepted < counts.drafted))
         accepted = jnp.where(looked_up, 0, counts.accepted)
         tried = Tried(passes, 1 * looked_up, tested, accepted, kept + (kept < known), kept)
-        return block, caches, (tried, counts)
+        return block, caches, (tried.counts, counts)
 
     def _draft(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         (text, below), active = caches, rows.room > 0
@@ -136,7 +138,7 @@ class Choosing(Speculative):
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         limit = jnp.where(active, limit, 0)
         match, text = drafter.lookup.find(text, rows, limit, self.block_size, eos_id)
-        tried: Tried | None = None if rows.so_far is None else rows.so_far[0]
+        tried = None if rows.so_far is None else Tried.of(rows.so_far[0])
         drafted, looked_up = (ACCEPTANCE, LOOKED_UP) if tried is None else tried.acceptance()
         block_size = self.block_size
         better = expected(looked_up, match.size, block_size) >= expected(drafted, limit, block_size)

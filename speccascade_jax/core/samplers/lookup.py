@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import fitted
 from speccascade_jax.core.protocols import NO_TOKEN, AnyArray, Params, Prefix, Rows
@@ -100,32 +100,36 @@ def match_in(text: Text, count: int) -> Match:
     tokens. Among equally long matches, the first one in the source counts, or else the last one in the
     text."""
     width, length = text.source.shape[1], text.tokens.shape[1]
-    last = text.length[:, None] - LONGEST + jnp.arange(LONGEST)
-    last = jnp.where(last >= 0, jnp.take_along_axis(text.tokens, last, axis=1, mode="clip"), NO_TOKEN)
-    parts = (text.source, text.source_length), (text.tokens, text.length)
-    match = jnp.concatenate([matches(tokens, size, last) for tokens, size in parts], axis=1)
-    column = jnp.arange(width + length)
-    rank = jnp.where(column < width, width + length - column, column - width)
-    best = match * (width + length + 1) + jnp.where(match > 0, rank, 0)
-    first = jnp.argmax(best, axis=1) + 1
+    both, column = jnp.concatenate([text.source, text.tokens], axis=1), jnp.arange(width + length)
+    end = jnp.where(column < width, text.source_length[:, None], width + text.length[:, None])
+    # One number for each place: its match, then its order among equals in the lower bits.
+    match = matches(both, column - jnp.where(column < width, 0, width), column + 1 < end, last_of(text))
+    order = jnp.where(column < width, width + length - column, column - width)
+    bits = (width + length).bit_length()
+    best = jnp.max(jnp.where(match > 0, (match << bits) + order, 0), axis=1)
+    match, order = best >> bits, best & ((1 << bits) - 1)
+    first = 1 + jnp.where(order > length, width + length - order, width + order)
     end = jnp.where(first <= width, text.source_length, width + text.length)
-    tokens = jnp.concatenate([text.source, text.tokens], axis=1)
-    tokens = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(count), axis=1, mode="clip")
-    match = jnp.max(match, axis=1)
+    tokens = jnp.take_along_axis(both, first[:, None] + jnp.arange(count), axis=1, mode="clip")
     return Match(tokens, jnp.where(match > 0, jnp.minimum(end - first, count), 0), match)
 
 
+def last_of(text: Text) -> Int[Array, "B LONGEST"]:
+    """The text's last tokens, the newest first; NO_TOKEN before its beginning."""
+    place = text.length[:, None] - 1 - jnp.arange(LONGEST)
+    return jnp.where(place >= 0, jnp.take_along_axis(text.tokens, place, axis=1, mode="clip"), NO_TOKEN)
+
+
 def matches(
-    tokens: Int[Array, "B H"], length: Int[Array, " B"], last: Int[Array, "B N"]
-) -> Int[Array, "B H"]:
-    """The number of the N `last` tokens, from the newest back, that match the tokens up to each place; 0 if
-    none of the first `length` tokens follows the place."""
-    size, count = tokens.shape[1], last.shape[1]
-    before = jnp.pad(tokens, ((0, 0), (count, 0)), constant_values=NO_TOKEN)
-    same, match = jnp.arange(size) < length[:, None] - 1, jnp.zeros_like(tokens)
-    for n in range(count):
-        token = last[:, -1 - n, None]
-        same &= (before[:, count - n :][:, :size] == token) & (token != NO_TOKEN)
+    tokens: Int[Array, "B W"], before: Int[Array, " W"], followed: Bool[Array, "B W"], last: Int[Array, "B N"]
+) -> Int[Array, "B W"]:
+    """The number of the `last` tokens, from the newest back, that match the tokens up to each place, with
+    `before` tokens before it; 0 for a place that is not `followed` by a token."""
+    same, match, column = followed, jnp.zeros_like(tokens), jnp.arange(tokens.shape[1])
+    for n in range(last.shape[1]):
+        token = last[:, n, None]
+        earlier = jnp.take(tokens, column - n, axis=1, mode="clip")
+        same &= (n <= before) & (earlier == token) & (token != NO_TOKEN)
         match += same
     return match
 

@@ -22,7 +22,7 @@ from speccascade_jax.core.loop import generate
 from speccascade_jax.core.protocols import LanguageModel, Prefix
 from speccascade_jax.core.rules import METHODS
 from speccascade_jax.core.samplers import Autoregressive, Speculative, choosing, lookup
-from speccascade_jax.core.samplers.choosing import Choosing, WithLookup
+from speccascade_jax.core.samplers.choosing import Choosing, Tried, WithLookup
 from speccascade_jax.core.samplers.lookup import LONGEST, Lookup, Text, match_in
 from speccascade_jax.core.samplers.proposals import Matched
 from speccascade_jax.core.transforms import SamplingOptions
@@ -263,7 +263,7 @@ def test_the_law_beside_a_drafter(method, alpha, way, start, rows, often):
         assert chi_square(np.asarray(result.tokens), law) < 1e-6
         law = choice_law(q, p, rule, source, prompt, 3, STEPS, EOS)
     assert chi_square(np.asarray(result.tokens), law) > 1e-4
-    looked_up, rounds = np.sum(result.counts[0].looked_up), np.sum(result.counts[1].rounds)
+    looked_up, rounds = np.sum(Tried.of(result.counts[0]).looked_up), np.sum(result.counts[1].rounds)
     assert 0.02 * rounds < looked_up < 0.9 * rounds
 
 
@@ -287,7 +287,7 @@ def check_choices(start, count=400, steps=24, size=4, vocab=9):
     def likeliest(text):
         return int(tables[0][tuple([0, *text][-2:])].argmax())
 
-    tried, counts = result.counts
+    tried, counts = Tried.of(result.counts[0]), result.counts[1]
     for row, (prompt, text) in enumerate(zip(prompts, alone, strict=True)):
         source, begun = ([], prompt) if start is None else (prompt, [0])
         expected = greedy_choices(source, begun, text, size, vocab - 1, likeliest)
@@ -309,7 +309,8 @@ def test_what_a_row_looks_up_alone_is_what_it_looks_up_in_a_batch(method, alpha,
     prompts = np.random.default_rng(5).integers(0, EOS, (60, 6)).tolist()
     options = {"alpha": alpha, "steps": 12, "eos": -1}
     together = decode(sampler, params, prompts, **options)
-    assert 0.05 < np.sum(together.counts[0].looked_up) / np.sum(together.counts[1].rounds) < 0.9
+    looked_up = np.sum(Tried.of(together.counts[0]).looked_up)
+    assert 0.05 < looked_up / np.sum(together.counts[1].rounds) < 0.9
     for row, prompt in enumerate(prompts):
         alone = decode(sampler, params, [prompt], first=row, **options)
         assert written(alone) == written(together)[row : row + 1]
@@ -322,7 +323,11 @@ def test_what_a_row_looks_up_alone_is_what_it_looks_up_in_a_batch(method, alpha,
 def past_the_committed_text(monkeypatch):
     """The search sees what lies past the committed text: drafts that were rejected."""
     right = lookup.matches
-    monkeypatch.setattr(lookup, "matches", lambda tokens, length, last: right(tokens, length + 2, last))
+
+    def late(tokens, before, followed, last):
+        return right(tokens, before, followed | jnp.roll(followed, 2, axis=1), last)
+
+    monkeypatch.setattr(lookup, "matches", late)
 
 
 def one_position_late(monkeypatch):
