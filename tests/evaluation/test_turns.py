@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
+from speccascade_jax import config as configs
 from speccascade_jax.config import DecodeConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.evaluation.turns import (
+    Cascades,
     Counts,
     Times,
     measure_counts,
@@ -149,3 +152,16 @@ def test_ratios_are_of_sums_and_paired():
     np.testing.assert_allclose(times_as_fast(Times(seconds, *other), Times(3 * seconds, *other)), 3)
     assert f"{tokens_a_call(decoder, other)}" == "2.00 (2.00 to 2.00)"
     assert f"{tokens_a_call(decoder, other):.3f}" == "2.000 (2.000 to 2.000)"
+
+
+def test_decoders_with_the_same_weights_read_the_same_memory():
+    """Also if they are decoders of different cascades, as with lookup beside the drafter."""
+    run, cascades = configs.load("e2e", DecodeConfig), Cascades(["a text"])
+    run = dataclasses.replace(run, dtype="float32")
+    plain, beside, narrow = (
+        [jax.tree.leaves(params) for params in cascades.of(dataclasses.replace(run, **changed)).params]
+        for changed in ({}, {"drafter": f"lookup+{run.drafter}"}, {"dtype": "bfloat16"})
+    )
+    for ours, theirs, others in zip(plain, beside, narrow, strict=True):
+        assert all(x is y for x, y in zip(ours, theirs, strict=True))
+        assert not all(x is y for x, y in zip(ours, others, strict=True))
