@@ -329,7 +329,7 @@ LOOKUPS = tuple(
                 *(races.Runner(config, size, (("drafter", "lookup"),), "lookup") for size in (2, 5)),
             ),
             temperatures=(0.0, 1.0),
-            timed=40,
+            timed=120,
             trials=3,
         ),
     )
