@@ -105,7 +105,7 @@ BLOCK_TIMES = tuple(
             suffix=suffix,
         ),
     )
-    for rows, count, trials, suffix in ((1, 64, 2, ""), (16, 32, 1, "-batches"))
+    for rows, count, trials, suffix in ((1, 128, 3, ""), (16, 80, 2, "-batches"))
     for config, what, sizes in (
         ("demo", "the translation pair", (3, 5, 7, 9)),
         ("e2e", "the data-to-text pair", (5, 8, 12)),
