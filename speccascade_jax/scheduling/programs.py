@@ -286,10 +286,13 @@ class Programs:
         with self.clock.decoding():
             return program(*arguments)
 
+    def fetch(self, arrays: Any) -> Any:
+        with self.clock.decoding():
+            return fetched(arrays)
+
     def snapshot(self, rows: int, width: int, arrays: Any) -> Snapshot:
         """Fetches the second result of run()."""
-        with self.clock.decoding():
-            return self._packing(rows, width).unpack(fetched(arrays))
+        return self._packing(rows, width).unpack(self.fetch(arrays))
 
     def place(self, rows: Any) -> Any:
         """Puts host arrays [B, ...] onto the devices, each device's rows on that device."""
