@@ -78,7 +78,9 @@ class Plan:
 
         levels, numbers = self.sampler.level, array(jnp.float32)
         options = self.options(numbers, {name: array(TRUNCATIONS[name].dtype) for name in self.truncations})
-        seeds: Any = Seeds(array(jnp.uint32, *key_data(0).shape), array(jnp.uint32))
+        # Only shapes: what runs here would run on the mesh, whose chips may be absent.
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        seeds: Any = Seeds(array(data.dtype, *data.shape), array(jnp.uint32))
         whole = array(jnp.int32)
         markers = Markers._make((array(jnp.int32, PLACES, LONGEST), array(jnp.float32, PLACES, levels)))
         inputs = shapes_of(self.sampler.models, array(jnp.int32, width), partial(array, jnp.int32))

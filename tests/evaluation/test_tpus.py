@@ -233,7 +233,8 @@ def test_planted_faults_are_found(plant, kind, chips, family, devices):
     assert steps(family, chips, devices, plant)[kind]
 
 
-def test_the_command_reports_the_needs_of_a_pair(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_command_reports_the_needs_of_a_pair(devices, tmp_path, monkeypatch, capsys):
     """benchmark.py --tpu, from flags to tables and JSON lines."""
     monkeypatch.setattr(benchmark, "PRESETS", {"drafter": PAIRS["t5"][0], "verifier": PAIRS["t5"][1]})
     path, figures = tmp_path / "figures.jsonl", {}
@@ -242,6 +243,7 @@ def test_the_command_reports_the_needs_of_a_pair(tmp_path, monkeypatch, capsys):
             benchmark.main(
                 [
                     "--tpu=v5e:2x2",
+                    f"--tensor-parallel={devices}",
                     "--preset",
                     "drafter",
                     "verifier",
@@ -258,7 +260,7 @@ def test_the_command_reports_the_needs_of_a_pair(tmp_path, monkeypatch, capsys):
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     for line in map(json.loads, path.read_text().splitlines()):
-        title = line["of"].split(", 1 of v5e:2x2, source 16, batch 1, block size 2")[0]
+        title = line["of"].split(f", {devices} of v5e:2x2, source 16, batch 1, block size 2")[0]
         figures.setdefault(title, {})[line["figure"]] = line
     values = {
         title: {name: line["value"] for name, line in lines.items()} for title, lines in figures.items()
