@@ -68,7 +68,7 @@ class Cascades:
     """The models of decoders, each loaded once, for inputs padded to the longest of `texts`.
 
     Equal parameters are the same arrays. Otherwise a decoder whose models no other one has would find them in
-    the processor's caches less often, and take longer for it.
+    the processor's caches less often, and might take longer.
     """
 
     def __init__(self, texts: Sequence[str]):

@@ -60,8 +60,8 @@ class WithLookup:
 
 
 class Tried(NamedTuple):
-    """Statistics of each row's drafter and lookup, [B]. A sampler counts them in one array [B, 6], because a
-    round would add six in more time.
+    """Statistics of each row's drafter and lookup, [B]. A sampler counts them in one array [B, 6], because
+    adding six arrays in every round takes longer.
 
     Every lookup is compared with the committed tokens, whether it was used as the draft or not. Of the
     drafter's tokens, only those up to and including a rejection count, as in adaptive.Experience.

@@ -101,9 +101,9 @@ def match_in(text: Text, count: int) -> Match:
     text."""
     width, length = text.source.shape[1], text.tokens.shape[1]
     both, column = jnp.concatenate([text.source, text.tokens], axis=1), jnp.arange(width + length)
-    end = jnp.where(column < width, text.source_length[:, None], width + text.length[:, None])
+    ends = jnp.where(column < width, text.source_length[:, None], width + text.length[:, None])
     # One number for each place: its match, then its order among equals in the lower bits.
-    match = matches(both, column - jnp.where(column < width, 0, width), column + 1 < end, last_of(text))
+    match = matches(both, column - jnp.where(column < width, 0, width), column + 1 < ends, last_of(text))
     order = jnp.where(column < width, width + length - column, column - width)
     bits = (width + length).bit_length()
     best = jnp.max(jnp.where(match > 0, (match << bits) + order, 0), axis=1)

@@ -324,10 +324,10 @@ def past_the_committed_text(monkeypatch):
     """The search sees what lies past the committed text: drafts that were rejected."""
     right = lookup.matches
 
-    def late(tokens, before, followed, last):
+    def further(tokens, before, followed, last):
         return right(tokens, before, followed | jnp.roll(followed, 2, axis=1), last)
 
-    monkeypatch.setattr(lookup, "matches", late)
+    monkeypatch.setattr(lookup, "matches", further)
 
 
 def one_position_late(monkeypatch):
