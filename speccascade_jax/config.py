@@ -338,6 +338,9 @@ class DecodeConfig(Settings):
     tokenizer: str | None = None
     # The trained file that the methods `router` and `learned_mixture` read.
     router: str | None = None
+    # Texts that --drafter lookup also searches, such as earlier outputs: a .txt file with one text per line,
+    # or a .jsonl file with a field `text`, as the decode command writes it, or `target`.
+    lookup_texts: str | None = None
     vocabulary: Annotated[Vocabulary, arg(help=VOCABULARY_HELP)] = "auto"
     # The number of devices that share each model's parameters.
     tensor_parallel: int = 1
@@ -418,6 +421,13 @@ class DecodeConfig(Settings):
             if model_free is not None and folder and levels > 1:
                 remedy = f"list {model_free.name} and {folder} as separate models."
                 raise FieldError(field, path, remedy, f"{path} drafts for one verifier, not for {levels}")
+        if self.lookup_texts is not None and split_drafter(paths[0])[0] is None:
+            raise FieldError(
+                "lookup_texts",
+                self.lookup_texts,
+                "leave it out, or draft with --drafter lookup or --drafter lookup+FOLDER.",
+                f"{self.roles[0][0]} is {paths[0]}, which searches no texts",
+            )
         super().check(vocab_size, levels, {**known, **self._known})
         if self.router is None and (untrained := set(TRAINED) & set(self.of_levels("method", levels))):
             raise FieldError(

@@ -1,12 +1,13 @@
 """Races of lossless decoders (pairs, hierarchies, vocabularies, lookup) on the same inputs, in turn."""
 
 import dataclasses
+import json
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig, dtype_of
 from speccascade_jax.core.samplers.lookup import split_drafter
 from speccascade_jax.core.samplers.named import SAMPLERS
-from speccascade_jax.evaluation.turns import Times, times_as_fast, tokens_a_call
+from speccascade_jax.evaluation.turns import Cascades, Times, times_as_fast, tokens_a_call
 from speccascade_jax.experiments.findings import (
     Bench,
     Findings,
@@ -17,6 +18,7 @@ from speccascade_jax.experiments.findings import (
     table,
     times_of,
 )
+from speccascade_jax.inference.outputs import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +30,18 @@ class Runner:
     changes: tuple[tuple[str, Any], ...] = ()  # to fields of the config
     label: str = ""  # describes the changes; default: their values
     beside: str = ""  # what needs no model and drafts next to the drafter, such as lookup
+    stored: bool = False  # it also searches the stored texts of the race
 
     @property
     def name(self) -> str:
         changes = [self.label] if self.label else [f"`{value}`" for _, value in self.changes]
         beside = [f"{self.beside} beside it"] if self.beside else []
-        return ", ".join([f"`{self.config}`", *changes, *beside])
+        stored = ["stored texts"] if self.stored else []
+        return ", ".join([f"`{self.config}`", *changes, *beside, *stored])
 
-    def run(self, **settings: Any) -> DecodeConfig:
+    def run(self, lookup_texts: str | None = None, **settings: Any) -> DecodeConfig:
+        if self.stored:
+            settings["lookup_texts"] = lookup_texts
         run = pair(self.config, router=None, block_size=self.block_size, **settings, **dict(self.changes))
         return dataclasses.replace(run, drafter=f"{self.beside}+{run.drafter}") if self.beside else run
 
@@ -54,6 +60,7 @@ class Race:
     method: str = "speculative"
     split: str = "test"
     least_source: int = 1  # least tokens of an input
+    stored: int = 0  # inputs of the training split whose outputs are the stored texts
 
     def check(self) -> None:
         for runner in (Runner(self.baseline, 1), *self.runners):
@@ -64,7 +71,7 @@ class Race:
         decoders = {
             f"{temperature:g}, {n}": run
             for temperature in self.temperatures
-            for n, run in enumerate(self._decoders(temperature))
+            for n, run in enumerate(self._decoders(temperature, self._stored(bench, temperature)))
         }
         times = times_of(bench, f"{self.key}.jsonl", decoders, texts, self.trials)
         rows = list[list[Any]]()
@@ -83,11 +90,22 @@ class Race:
         models = {name: scheme.model for name, scheme in SAMPLERS.items() if scheme.model is not None}
         return [name for name, place in models.items() if split_drafter(paths[place])[1]]
 
-    def _decoders(self, temperature: float) -> list[DecodeConfig]:
+    def _decoders(self, temperature: float, stored: str | None) -> list[DecodeConfig]:
         """The models alone, and the runners."""
         same: dict[str, Any] = {"alpha": 0.0, "temperature": temperature, "dtype": self.dtype}
         alone = (Runner(self.baseline, 1).run(method=model, **same) for model in self._models)
-        return [*alone, *(runner.run(method=self.method, **same) for runner in self.runners)]
+        return [*alone, *(runner.run(stored, method=self.method, **same) for runner in self.runners)]
+
+    def _stored(self, bench: Bench, temperature: float) -> str | None:
+        """The file of the stored texts, which the verifier writes once; None if the race has none."""
+        path = bench.folder / f"{self.key}-texts-{temperature:g}.jsonl"
+        if self.stored and not path.exists():
+            run = pair(self.baseline, router=None, temperature=temperature, dtype=self.dtype, batch_size=16)
+            run = dataclasses.replace(run, method=self.method, alpha=0.0)
+            sources = inputs_of(run, "train", self.stored)
+            _, outputs = Cascades(sources).decoder(run)(0, sources)
+            write_whole(path, "".join(json.dumps({"text": output.text}) + "\n" for output in outputs))
+        return str(path) if self.stored else None
 
     def _table(self, rows: list[list[Any]]) -> Table:
         dtype = dtype_of(pair(self.baseline, dtype=self.dtype))

@@ -315,6 +315,7 @@ QUOTED = tuple(
     )
     for key, what, least in (("quoting", "all inputs", 1), ("quoting-long", "long inputs", 60))
 )
+LOOKUP = (("drafter", "lookup"),), "lookup"
 LOOKUPS = tuple(
     Experiment(
         f"lookup-{config.replace('_', '-')}",
@@ -326,11 +327,14 @@ LOOKUPS = tuple(
             runners=(
                 races.Runner(config, 5),
                 races.Runner(config, 5, beside="lookup"),
-                *(races.Runner(config, size, (("drafter", "lookup"),), "lookup") for size in (2, 5)),
+                races.Runner(config, 5, beside="lookup", stored=True),
+                *(races.Runner(config, size, *LOOKUP) for size in (2, 5)),
+                *(races.Runner(config, size, *LOOKUP, stored=True) for size in (2, 3, 5, 8)),
             ),
             temperatures=(0.0, 1.0),
             timed=120,
             trials=3,
+            stored=4000,
         ),
     )
     for config, what in (

@@ -9,7 +9,7 @@ import reprlib
 import stat
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,9 @@ def check_text(text: Any, where: str) -> str:
     return text
 
 
-def read_texts(path: str, limit: int | None = None) -> list[str]:
-    """The first `limit` texts of a .txt file (one per line) or .jsonl file (the field `source`), optionally
-    gzipped; `-` is stdin. The rest of the file is not read.
+def read_texts(path: str, limit: int | None = None, fields: Sequence[str] = ("source",)) -> list[str]:
+    """The first `limit` texts of a .txt file (one per line) or .jsonl file (the first of `fields` that an
+    object has), optionally gzipped; `-` is stdin. The rest of the file is not read.
 
     Raises ValueError with the line number.
     """
@@ -104,7 +104,9 @@ def read_texts(path: str, limit: int | None = None) -> list[str]:
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         example = parse_json(line, where)
-        if not isinstance(example, dict) or "source" not in example:
-            raise ValueError(f"{where}: not a JSON object with a `source`.")
-        texts.append(check_text(example["source"], f"{where}: `source`"))
+        name = next((name for name in fields if isinstance(example, dict) and name in example), None)
+        if name is None:
+            known = " or a ".join(f"`{name}`" for name in fields)
+            raise ValueError(f"{where}: not a JSON object with a {known}.")
+        texts.append(check_text(example[name], f"{where}: `{name}`"))
     return texts

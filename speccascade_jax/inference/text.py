@@ -31,8 +31,10 @@ from speccascade_jax.core.samplers.adaptive import Adaptive
 from speccascade_jax.core.samplers.drafts import Drafters, kind_of
 from speccascade_jax.core.samplers.lookup import ModelFree, split_drafter
 from speccascade_jax.core.samplers.named import VERIFIER
+from speccascade_jax.core.samplers.stored import LONGEST, MOST_TOKENS, Stored, index_of
 from speccascade_jax.core.transforms import TRUNCATIONS, static_bound
 from speccascade_jax.core.verification import VERIFICATIONS
+from speccascade_jax.inference.inputs import read_texts
 from speccascade_jax.inference.vocabulary_checks import check_drafts, check_method
 from speccascade_jax.learned.rules import load as load_rule
 from speccascade_jax.models import full_of, start_of
@@ -95,6 +97,7 @@ class Cascade:
     vocabulary: str | Strategy = "auto"  # how these draft: a name of VOCABULARIES, or a Strategy
     model_free: ModelFree | None = None  # the drafter without a checkpoint
     beside: Any = None  # the model that drafts together with it
+    lookup_texts: Sequence[str] = ()  # searched by lookup, besides each text's own source and output
     trained: Method | None = None  # a trained method, used for its name; see learned.rules
     # Further methods by name: samplers, or functions from the models, smallest first, to a sampler.
     samplers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -121,6 +124,8 @@ class Cascade:
         placed = {id(weights): self._placed(weights) for weights in self.params}
         self.params = tuple(placed[id(weights)] for weights in self.params)
         self.made = dict[Any, Any]()  # parameters of samplers' models that are not the cascade's
+        if self.lookup_texts:
+            self.made[self.beside or self.drafter] = self._placed(self._stored())
         self.clock, self.programs = Clock(), dict[Any, Programs]()
         self.prefixes = PrefixCache(self.prefix_cache_bytes) if self.prefix_cache_bytes else None
         self.latest: list[Request] = []  # the last request of a file; the next one may share its prefix
@@ -240,6 +245,11 @@ class Cascade:
         )
         same: dict[str, Any] = {"mesh": mesh, **{name: getattr(config, name) for name in names}}
         same["trained"] = load_rule(config.router) if config.router else None
+        if (file := config.lookup_texts) is not None:
+            texts = [text for text in read_texts(file, fields=("text", "target")) if text.strip()]
+            if not texts:
+                raise FieldError("lookup_texts", file, "give a file with texts.", f"{file} holds no texts")
+            same["lookup_texts"] = texts
         return cls.load(*(path for _, path in config.roles), dtype=jnp.dtype(dtype_of(config)), **same)
 
     @property
@@ -254,6 +264,22 @@ class Cascade:
     def looks_up_alone(self) -> bool:
         """Whether drafts are only looked up, without a model that drafts."""
         return self.model_free is not None and self.beside is None
+
+    def _stored(self) -> Stored:
+        """The index of lookup_texts. Raises FieldError if no drafter searches them, or if they are too
+        long."""
+        lookup = self.beside or self.drafter
+        if self.model_free is None:
+            raise FieldError("lookup_texts", "...", "draft with lookup.", "no drafter searches texts")
+        before = [lookup.start_id]
+        if lookup.start_id is None:  # an output follows its prompt, and every prompt has the same end, if any
+            [prompt] = self.tokenizer.encode_batch(self.prompts([""], self.tokenizer))
+            before = prompt[-LONGEST:] if self.suffix or self.chat else []
+        rows = self.tokenizer.encode_batch([*self.lookup_texts])
+        if (count := sum(map(len, rows))) > MOST_TOKENS:
+            problem = f"the texts to look up in have {count:,} tokens"
+            raise FieldError("lookup_texts", count, f"give at most {MOST_TOKENS:,}.", problem)
+        return index_of([[*before, *row, self.tokenizer.eos_id] for row in rows])
 
     @property
     def levels(self) -> int:

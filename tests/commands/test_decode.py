@@ -259,6 +259,14 @@ def test_drafts_that_are_looked_up(t5_pair, inputs, tmp_path, monkeypatch):
     assert sum(count["accepted"] for count in counts) > 0
     assert {count["drafter_passes"] for count in counts} == {0}
     assert run(t5_pair, "--drafter=lookup", "--text=a dog", "--method=drafter") == 2
+    stored, nothing = tmp_path / "lookup.jsonl", tmp_path / "nothing.txt"
+    nothing.write_text("\n \n")
+    assert run(t5_pair, "--input", inputs, "--output", out, *lookup, "--lookup-texts", stored) == 2
+    out = tmp_path / "stored.jsonl"
+    assert run(t5_pair, "--input", inputs, "--output", out, *lookup, "--lookup-texts", stored) == 0
+    assert [line["text"] for line in lines(out)] == texts["alone"]
+    rounds = sum(line["counts"]["rounds"] for line in lines(out) if line["counts"])
+    assert rounds < sum(count["rounds"] for count in counts)
     monkeypatch.setattr(decode.Cascade, "load", lambda *_, **__: pytest.fail("the models were read"))
     for flags, field, value in (
         (["--method=opt", "--alpha=0.3"], "method", "opt"),
@@ -267,6 +275,8 @@ def test_drafts_that_are_looked_up(t5_pair, inputs, tmp_path, monkeypatch):
         (["--verifier=lookup"], "verifier", "lookup"),
         (["--models", "lookup"], "models", "lookup"),
         (["--models", t5_pair / "verifier", "lookup"], "models", "lookup"),
+        ([f"--lookup-texts={nothing}"], "lookup_texts", str(nothing)),
+        ([f"--lookup-texts={stored}", f"--drafter={t5_pair / 'drafter'}"], "lookup_texts", str(stored)),
     ):
         with refusals() as errors:
             assert run(t5_pair, "--drafter=lookup", "--text=a dog", *flags) == 2

@@ -27,7 +27,7 @@ from speccascade_jax.evaluation.fewshot import Prompts
 from speccascade_jax.evaluation.load import Reply
 from speccascade_jax.evaluation.quality import METRICS, resamples
 from speccascade_jax.evaluation.sweep import Latency, Quality
-from speccascade_jax.experiments import findings, losses, prefixes, runs, sweeps
+from speccascade_jax.experiments import findings, losses, prefixes, races, runs, sweeps
 from speccascade_jax.experiments.findings import Bench
 from speccascade_jax.experiments.table import EXPERIMENTS
 from speccascade_jax.inference.text import Output
@@ -286,10 +286,26 @@ def test_a_race_is_between_its_runners_and_models(name, alone, made_by_hand, tmp
     assert [row[:2] for row in table["rows"]] == [[t, name] for t in ("0", "1") for name in names]
     drafters = [runner.run().drafter for runner in measurement.runners]
     if alone:
-        assert drafters[1] == f"lookup+{drafters[0]}" and set(drafters[2:]) == {"lookup"}
-        assert names[1:4] == ["`e2e`", "`e2e`, lookup beside it", "`e2e`, lookup"]
+        assert set(drafters[1:3]) == {f"lookup+{drafters[0]}"} and set(drafters[3:]) == {"lookup"}
+        both = "`e2e`, lookup beside it"
+        assert names[1:5] == ["`e2e`", both, f"{both}, stored texts", "`e2e`, lookup"]
+        assert names[6] == "`e2e`, lookup, stored texts"
     for row in table["rows"][len(alone) :: len(names)]:  # b + 1 times as fast, see above
         assert row[-1] == "{0:.2f} ({0:.2f} to {0:.2f})".format(int(row[2]) + 1)
+
+
+def test_stored_texts_are_written_once_for_each_temperature(made_by_hand, tmp_path, monkeypatch):
+    """Of other inputs than those that are timed; only the runners that search them do."""
+    measurement, _ = run_experiment("lookup-e2e", tmp_path, {**SMALL, "choices": None})
+    for temperature in measurement.temperatures:
+        path = tmp_path / f"{measurement.key}-texts-{temperature:g}.jsonl"
+        texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        assert len(texts) == 300 and all(text.startswith("other source") for text in texts)
+        searched = [run.lookup_texts for run in measurement._decoders(temperature, str(path))]
+        assert searched.count(str(path)) == sum(runner.stored for runner in measurement.runners) > 0
+        assert set(searched) == {str(path), None}
+    monkeypatch.setattr(races, "inputs_of", lambda *_: pytest.fail("written again"))
+    measurement._stored(Bench(tmp_path, console(quiet=True)), 0.0)
 
 
 def test_whole_runs_take_turns_and_are_not_repeated(made_by_hand, monkeypatch, tmp_path):

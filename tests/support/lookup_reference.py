@@ -3,8 +3,35 @@
 import numpy as np
 
 
-def followed(source, text, longest=3):
+def followed(source, text, longest=3, texts=()):
     """What followed the longest match of the last tokens, and how long that is."""
+    inside, stored = followed_inside(source, text, longest), continued(texts, text, longest)
+    return stored if stored[1] and stored[1] >= inside[1] else inside
+
+
+def continued(texts, text, longest=3, reach=12, share=0.1):
+    """What follows the last tokens best in stored texts, and how many of them are found there."""
+    for size in range(min(longest, len(text)), 0, -1):
+        last = list(text[-size:])
+        rests = [
+            stored[at + size :]
+            for stored in texts
+            for at in range(len(stored) - size)
+            if list(stored[at : at + size]) == last
+        ]
+        if rests:
+            agreeing = [
+                [sum(other[: n + 1] == rest[: n + 1] for other in rests) for n in range(len(rest[:reach]))]
+                for rest in rests
+            ]
+            best = max(range(len(rests)), key=lambda n: sum(agreeing[n]))  # the first of equals
+            kept = sum(count >= share * len(rests) for count in agreeing[best])
+            return list(rests[best][:kept]), size
+    return [], 0
+
+
+def followed_inside(source, text, longest=3):
+    """followed() without stored texts."""
     best, after = 0, []
     for place in range(len(source) - 1):  # the first of equals
         if (match := common(source[: place + 1], text, longest)) > best:
@@ -24,16 +51,16 @@ def common(prefix, other, longest):
     return count
 
 
-def drafted(source, text, limit, eos):
-    tokens = followed(source, text)[0][:limit]
+def drafted(source, text, limit, eos, texts=()):
+    tokens = followed(source, text, texts=texts)[0][:limit]
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
-def greedy_rounds(source, prompt, text, block_size, eos):
+def greedy_rounds(source, prompt, text, block_size, eos, texts=()):
     """The counts of greedy rounds that write `text`: rounds, drafted and accepted tokens."""
     rounds = proposed = accepted = at = 0
     while at < len(text):
-        draft = drafted(source, [*prompt, *text[:at]], block_size, eos)
+        draft = drafted(source, [*prompt, *text[:at]], block_size, eos, texts)
         same = 0
         while same < len(draft) and at + same < len(text) and draft[same] == text[at + same]:
             same += 1
@@ -42,7 +69,7 @@ def greedy_rounds(source, prompt, text, block_size, eos):
     return rounds, proposed, accepted
 
 
-def token_v3_law(law_after, source, prompt, block_size, alpha, steps, eos):
+def token_v3_law(law_after, source, prompt, block_size, alpha, steps, eos, stored=()):
     """Every text of `steps` tokens -> its probability, by token_v3 on these drafts: a drafted token stands
     where p(x) >= (1 - alpha) max p; else, and after the last one, comes a sample of p."""
     texts = {}
@@ -53,7 +80,7 @@ def token_v3_law(law_after, source, prompt, block_size, alpha, steps, eos):
             return
         p = law_after([*prompt, *text])
         if draft is None:
-            draft = drafted(source, [*prompt, *text], block_size, eos)
+            draft = drafted(source, [*prompt, *text], block_size, eos, stored)
         if draft and p[draft[0]] >= (1 - alpha) * p.max():
             write((*text, draft[0]), mass, draft[1:])
             return
@@ -88,13 +115,13 @@ def seen_after(seen, lookup, match, written, looked_up, drafted, accepted):
     return tuple(a + b for a, b in zip(seen, (*drafter_counts, same + (same < known), same), strict=True))
 
 
-def greedy_choices(source, prompt, text, size, eos, likeliest):
+def greedy_choices(source, prompt, text, size, eos, likeliest, texts=()):
     """The counts of greedy rounds that write `text` with a lookup beside a drafter, whose next token is
     likeliest(text): rounds, drafted and accepted tokens, rounds that are looked up."""
     seen, at, counts = (0, 0, 0, 0), 0, [0, 0, 0, 0]
     while at < len(text):
         before = [*prompt, *text[:at]]
-        lookup, match = drafted(source, before, size, eos), followed(source, before)[1]
+        lookup, match = drafted(source, before, size, eos, texts), followed(source, before, texts=texts)[1]
         looked_up = chooses(lookup, match, size, seen)
         draft = list(lookup)
         if not looked_up:

@@ -137,7 +137,7 @@ class Choosing(Speculative):
         drafter: Any = self.reader
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         limit = jnp.where(active, limit, 0)
-        match, text = drafter.lookup.find(text, rows, limit, self.block_size, eos_id)
+        match, text = drafter.lookup.find(params[0], text, rows, limit, self.block_size, eos_id)
         tried = None if rows.so_far is None else Tried.of(rows.so_far[0])
         drafted, looked_up = (ACCEPTANCE, LOOKED_UP) if tried is None else tried.acceptance()
         block_size = self.block_size

@@ -1,7 +1,8 @@
 """Drafts without a model: the tokens that followed an earlier occurrence of the last tokens (prompt lookup).
 
-They are found in the source, the prompt and the text so far, without any parameters. Proposals depend only on
-the prefix, so their distributions are one-hot, and the output distribution does not depend on their quality.
+They are found in the source, the prompt and the text so far, and in stored texts, if any, which are the only
+parameters. Proposals depend only on the prefix, so their distributions are one-hot, and the output
+distribution does not depend on their quality.
 """
 
 import dataclasses
@@ -16,9 +17,11 @@ from speccascade_jax.core.nests import fitted
 from speccascade_jax.core.protocols import NO_TOKEN, AnyArray, Params, Prefix, Rows
 from speccascade_jax.core.rounds import cut_after
 from speccascade_jax.core.samplers.proposals import Drafts
+from speccascade_jax.core.samplers.stored import LONGEST, Match, Stored, search
 
 Array = jax.Array
-LONGEST = 3  # most tokens compared; longer matches predicted no better
+LookupParams = Stored | tuple[()]
+"""The texts to search besides a row's own, if any."""
 
 
 class Text(NamedTuple):
@@ -30,24 +33,16 @@ class Text(NamedTuple):
     length: Int[Array, " B"]
 
 
-class Match(NamedTuple):
-    """The tokens after the longest match."""
-
-    tokens: Int[Array, "B G"]
-    size: Int[Array, " B"]  # 0 .. G: how many of them there are
-    match: Int[Array, " B"]  # 0 .. LONGEST: how many of the last tokens stood before them
-
-
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A LanguageModel without parameters: its cache is the text, and the token that followed the longest
-    match is certain. Without a match all tokens are equally likely."""
+    """A LanguageModel whose parameters are stored texts, if any: its cache is the text, and the token that
+    followed the longest match is certain. Without a match all tokens are equally likely."""
 
     vocab_size: int
     start_id: int | None  # what the verifier's outputs begin with; None: its prompt
     sparse: ClassVar[bool] = True  # many rounds have no draft
 
-    def params_from(self, params_of: Any) -> Params:
+    def params_from(self, params_of: Any) -> LookupParams:
         return ()
 
     def prefill(
@@ -68,7 +63,7 @@ class Lookup:
     ) -> tuple[Float[Array, "B T V"], Text]:
         cache = cache._replace(tokens=placed(cache.tokens, jnp.asarray(tokens), cache.length))
         ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
-        match = jax.vmap(lambda end: match_in(cache._replace(length=end), 1), 1, 1)(ends)
+        match = jax.vmap(lambda end: self.match(params, cache._replace(length=end), 1), 1, 1)(ends)
         law = jax.nn.one_hot(match.tokens[..., 0], self.vocab_size)
         logits = jnp.where((match.match > 0)[..., None], jnp.log(law), 0.0)
         return logits, cache._replace(length=ends[:, -1])
@@ -77,22 +72,37 @@ class Lookup:
         return cache._replace(length=jnp.asarray(length))
 
     def draft(
-        self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
+        self, params: LookupParams, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
     ) -> tuple[Drafts, Text]:
         """The tokens after the longest match, up to and including the first eos_id, and the text with
         them."""
-        match, cache = self.find(cache, rows, limit, count, eos_id)
+        match, cache = self.find(params, cache, rows, limit, count, eos_id)
         return Drafts(match.tokens, match.size, jnp.zeros_like(match.size)), cache
 
     def find(
-        self, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
+        self, params: LookupParams, cache: Text, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
     ) -> tuple[Match, Text]:
         """Like draft(), with the length of the match."""
         text = placed(cache.tokens, rows.recent, rows.start - rows.recent.shape[1])
-        match = match_in(cache._replace(tokens=text, length=rows.start), count)
+        match = self.match(params, cache._replace(tokens=text, length=rows.start), count)
         size = jnp.minimum(cut_after(match.tokens, match.size, eos_id), limit)
         text = placed(text, match.tokens, rows.start)
         return match._replace(size=size), cache._replace(tokens=text, length=rows.start + size)
+
+    def match(self, params: LookupParams, text: Text, count: int) -> Match:
+        """The longest match in the text and the stored texts; of equally long ones, that in stored texts,
+        which has been chosen among many."""
+        inside = match_in(text, count)
+        if not params:
+            return inside
+        outside = search(params, last_of(text), count)
+        stored = outside.match >= inside.match
+        return Match(
+            *(
+                jnp.where(stored.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+                for new, old in zip(outside, inside, strict=True)
+            )
+        )
 
 
 def match_in(text: Text, count: int) -> Match:

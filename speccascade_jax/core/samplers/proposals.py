@@ -69,15 +69,22 @@ class Proposed:
         return cache._replace(length=jnp.asarray(length))
 
     def draft(
-        self, cache: Proposals, rows: Rows, limit: Int[Array, " B"], count: int, eos_id: int
+        self,
+        params: Params,
+        cache: Proposals,
+        rows: Rows,
+        limit: Int[Array, " B"],
+        count: int,
+        eos_id: int,
     ) -> tuple[Drafts, Proposals]:
         return Drafts(cache.tokens, jnp.minimum(cache.size, limit), cache.passes), cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Matched(Narrowed):
-    """Speculative with drafts that have no laws; its `drafter` holds a model whose draft(cache, rows, limit,
-    count, eos_id) gives the Drafts: up to `limit` of `count` tokens, which depend on committed tokens alone.
+    """Speculative with drafts that have no laws; its `drafter` holds a model whose draft(params, cache, rows,
+    limit, count, eos_id) gives the Drafts: up to `limit` of `count` tokens, which depend on committed tokens
+    alone.
 
     A draft's law is taken to be one-hot. So a lossless method accepts token x with probability p(x), as exact
     match with a sample of p does, and a rule refuses what p alone tells it to refuse. After the last draft
@@ -101,7 +108,7 @@ class Matched(Narrowed):
         limit = self.block_size if rows.want is None else jnp.minimum(self.block_size, rows.want - 1)
         limit = jnp.where(rows.room > 0, limit, 0)
         drafter: Any = self.drafter
-        drafts, caches = drafter.model.draft(caches, rows, limit, self.block_size, eos_id)
+        drafts, caches = drafter.model.draft(params, caches, rows, limit, self.block_size, eos_id)
         tokens = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
         laws = jax.nn.one_hot(tokens, self.verifier.vocab_size)
         block = Block(tokens, laws, laws, jnp.full_like(tokens, Origin.MODEL), drafts.size)

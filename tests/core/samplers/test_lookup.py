@@ -3,6 +3,7 @@ counts."""
 
 import copy
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from lookup_reference import (
     LOOKED_UP,
     choice_law,
+    continued,
     followed,
     greedy_choices,
     greedy_rounds,
@@ -19,18 +21,34 @@ from lookup_reference import (
 from toys import TableLM, chi_square, sequence_law, table, table_law, target
 
 from speccascade_jax.core.loop import generate
-from speccascade_jax.core.protocols import LanguageModel, Prefix
+from speccascade_jax.core.protocols import NO_TOKEN, LanguageModel, Prefix
 from speccascade_jax.core.rules import METHODS
-from speccascade_jax.core.samplers import Autoregressive, Speculative, choosing, lookup
+from speccascade_jax.core.samplers import Autoregressive, Speculative, choosing, lookup, stored
 from speccascade_jax.core.samplers.choosing import Choosing, Tried, WithLookup
-from speccascade_jax.core.samplers.lookup import LONGEST, Lookup, Text, match_in
+from speccascade_jax.core.samplers.lookup import Lookup, Text, match_in
 from speccascade_jax.core.samplers.proposals import Matched
+from speccascade_jax.core.samplers.stored import LONGEST, index_of, search
 from speccascade_jax.core.transforms import SamplingOptions
 from speccascade_jax.core.verification import BLOCK, TOKEN
 
 EOS, STEPS = 3, 4
 PROMPT = [1, 2, 0, 1]
 LOGITS = table(41, 4)
+
+
+def texts_of(count, vocab, seed=0, longest=12):
+    """Texts that end with the last token of the vocabulary."""
+    rng = np.random.default_rng(seed)
+    return [[*rng.integers(0, vocab - 1, n).tolist(), vocab - 1] for n in rng.integers(1, longest, count)]
+
+
+TEXTS = texts_of(6, 4)
+
+
+@pytest.fixture
+def roomy(monkeypatch):
+    """An index in which no sequence loses its slot to another one."""
+    monkeypatch.setattr(stored, "SLOTS", 2**14)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,63 +111,110 @@ def test_the_search_is_the_references(width):
     assert seen == {0, 1, 2, 3}
 
 
+def last_tokens(vocab):
+    """All sequences of the last tokens of a text, and the arguments of a search."""
+    texts = [text for n in range(LONGEST) for text in itertools.product(range(vocab), repeat=n + 1)]
+    last = [[*reversed(text), *[NO_TOKEN] * (LONGEST - len(text))] for text in texts]
+    return texts, jnp.array(last)
+
+
+@pytest.mark.parametrize("count,longest", [(1, 6), (8, 30), (300, 12)])
+def test_a_search_in_stored_texts_finds_the_best_continuation(count, longest, roomy):
+    texts = texts_of(count, 5, count, longest)
+    asked, last = last_tokens(4)
+    for size in (3, 14):
+        matches = jax.jit(search, static_argnums=2)(index_of(texts), last, size)
+        for row, text in enumerate(asked):
+            expected, match = continued(texts, text)
+            assert matches.match[row] == match and matches.size[row] == len(expected[:size])
+            assert matches.tokens[row, : matches.size[row]].tolist() == expected[:size]
+
+
+def test_rare_sequences_lose_their_slots_to_frequent_ones(monkeypatch):
+    """What is found instead is a shorter match: never something that the texts do not contain."""
+    monkeypatch.setattr(stored, "SLOTS", 1)
+    texts = texts_of(40, 12, longest=20)
+    asked, last = last_tokens(11)
+    matches, known, kept = search(index_of(texts), last, 5), [], []
+    text = " ".join(map(str, itertools.chain(*texts)))
+    for row, sequence in enumerate(asked):
+        match, size = int(matches.match[row]), int(matches.size[row])
+        if match:
+            seen = [*sequence[len(sequence) - match :], *matches.tokens[row, :size].tolist()]
+            assert f" {' '.join(map(str, seen))} " in f" {text} "
+        if continued(texts, sequence)[1] == len(sequence):
+            known.append(
+                sum(list(sequence) == s[n : n + len(sequence)] for s in texts for n in range(len(s)))
+            )
+            kept.append(match == len(sequence))
+    assert 0.5 < np.mean(kept) < 0.95
+    assert np.average(kept, weights=known) > np.mean(kept) + 0.02
+
+
+@pytest.mark.parametrize("texts", [(), TEXTS], ids=["", "stored"])
 @pytest.mark.parametrize("start", [None, 0])
-def test_the_cache_holds_the_laws_of_a_language_model(start):
+def test_the_cache_holds_the_laws_of_a_language_model(start, texts, roomy):
     """append, chunk, rollback and rows; a certain token is the one that followed."""
+    params = index_of(texts) if texts else ()
     model, rng = Lookup(5, start), np.random.default_rng(0)
     assert isinstance(model, LanguageModel)
     inputs, lengths = rng.integers(0, 5, (6, 7)).astype(np.int32), rng.integers(1, 8, 6).astype(np.int32)
     tokens = rng.integers(0, 5, (6, 12)).astype(np.int32)
-    prefix, begun = model.prefill((), inputs, lengths, 24)
+    prefix, begun = model.prefill(params, inputs, lengths, 24)
     tokens[:, 0] = np.asarray(prefix.tokens)[np.arange(6), np.asarray(prefix.length) - 1]
     extend = jax.jit(model.extend)
-    whole, cache = extend((), tokens, begun)
-    first, middle = extend((), tokens[:, :5], begun)
-    second, _ = extend((), tokens[:, 5:], middle)
+    whole, cache = extend(params, tokens, begun)
+    first, middle = extend(params, tokens[:, :5], begun)
+    second, _ = extend(params, tokens[:, 5:], middle)
     np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
     assert (cache.length == begun.length + 12).all()
-    again, _ = extend((), tokens[:, 5:], model.roll_back(cache, begun.length + 5))
+    again, _ = extend(params, tokens[:, 5:], model.roll_back(cache, begun.length + 5))
     np.testing.assert_array_equal(again, second)
-    _, alone = model.prefill((), inputs[:1, : lengths[0]], lengths[:1], 24)
-    np.testing.assert_array_equal(extend((), tokens[:1], alone)[0][0], whole[0])
+    _, alone = model.prefill(params, inputs[:1, : lengths[0]], lengths[:1], 24)
+    np.testing.assert_array_equal(extend(params, tokens[:1], alone)[0][0], whole[0])
     laws = np.asarray(jax.nn.softmax(whole))
     for row in range(6):
         prompt = inputs[row, : lengths[row]].tolist()
         for at in range(12):
             text = tokens[row, : at + 1].tolist()
-            after, match = followed(*((prompt, text) if start is not None else ([], prompt[:-1] + text)))
+            after, match = followed(
+                *((prompt, text) if start is not None else ([], prompt[:-1] + text)), texts=texts
+            )
             law = np.eye(5)[after[0]] if match else np.full(5, 0.2)
             np.testing.assert_allclose(laws[row, at], law, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "method,alpha,way,start",
+    "method,alpha,way,start,texts",
     [
-        pytest.param("speculative", 0.0, TOKEN, None, marks=pytest.mark.full),
-        ("speculative", 0.0, BLOCK, 0),
-        ("token_v3", 0.5, TOKEN, None),
-        pytest.param("token_v3", 0.5, BLOCK, 0, marks=pytest.mark.full),
+        pytest.param("speculative", 0.0, TOKEN, None, (), marks=pytest.mark.full),
+        ("speculative", 0.0, BLOCK, 0, ()),
+        ("token_v3", 0.5, TOKEN, None, ()),
+        pytest.param("token_v3", 0.5, BLOCK, 0, (), marks=pytest.mark.full),
+        ("speculative", 0.0, TOKEN, 0, TEXTS),
+        pytest.param("token_v3", 0.5, TOKEN, None, TEXTS, marks=pytest.mark.full),
     ],
 )
-def test_what_is_written_follows_the_law(method, alpha, way, start, rows):
+def test_what_is_written_follows_the_law(method, alpha, way, start, texts, rows, roomy):
     """Lossless: the verifier's law. token_v3: that of the rule on these drafts, enumerated over the prefix
     and the place where the round began."""
     sampler = sampler_of(method, start=start, verification=way)
-    result = decode(sampler, ((), LOGITS), [PROMPT] * rows, alpha=alpha)
+    params = (index_of(texts) if texts else ()), LOGITS
+    result = decode(sampler, params, [PROMPT] * rows, alpha=alpha)
     source, prompt = ([], PROMPT) if start is None else (PROMPT, [0])
     lossless = sequence_law([LOGITS], [], [], tuple(prompt), steps=STEPS, eos=EOS)
     if method == "token_v3":
         assert chi_square(np.asarray(result.tokens), lossless) < 1e-6
-    law = lossless if method == "speculative" else rule_law(source, prompt, alpha)
+    law = lossless if method == "speculative" else rule_law(source, prompt, alpha, texts)
     assert chi_square(np.asarray(result.tokens), law) > 1e-4
     assert np.asarray(result.counts[1].accepted).sum() > 0.2 * rows
 
 
-def rule_law(source, prompt, alpha, size=3):
+def rule_law(source, prompt, alpha, texts, size=3):
     def p(context):
         return table_law(LOGITS, *([0, *context][-2:]))
 
-    return token_v3_law(p, source, prompt, size, alpha, STEPS, EOS)
+    return token_v3_law(p, source, prompt, size, alpha, STEPS, EOS, texts)
 
 
 def prompts_of(count, vocab, seed=0):
@@ -157,26 +222,31 @@ def prompts_of(count, vocab, seed=0):
     return [rng.integers(0, vocab - 1, rng.integers(1, 24)).tolist() for _ in range(count)]
 
 
-@pytest.mark.full(quick=["None-5"])
-@pytest.mark.parametrize("start,size", [(None, 5), (0, 2)])
-def test_greedy_rounds_are_the_references(start, size):
+@pytest.mark.full(quick=["None-5", "0-5-stored"])
+@pytest.mark.parametrize(
+    "start,size,texts",
+    [(None, 5, ()), (0, 2, ()), (0, 5, texts_of(60, 9)), (None, 3, texts_of(60, 9, 1))],
+    ids=["None-5", "0-2", "0-5-stored", "None-3-stored"],
+)
+def test_greedy_rounds_are_the_references(start, size, texts, roomy):
     """Of 1,000 texts: what the verifier writes alone, in exactly the rounds that the reference counts."""
-    check_rounds(start, size)
+    check_rounds(start, size, texts)
 
 
-def check_rounds(start, size, count=1000, steps=24):
+def check_rounds(start, size, texts=(), count=1000, steps=24):
     vocab = 9
     logits, prompts = table(7, vocab, 3.0), prompts_of(count, vocab)
     sampler = sampler_of(size=size, vocab=vocab, start=start)
     options = {"temperature": 0.0, "steps": steps, "eos": vocab - 1}
     limits = np.random.default_rng(1).integers(1, steps + 1, count)
-    result = decode(sampler, ((), logits), prompts, **options, limits=limits)
+    params = (index_of(texts) if texts else ()), logits
+    result = decode(sampler, params, prompts, **options, limits=limits)
     alone = written(decode(Autoregressive(sampler.verifier), logits, prompts, **options, limits=limits))
     assert written(result) == alone
     counts = result.counts[1]
     for row, (prompt, text) in enumerate(zip(prompts, alone, strict=True)):
         source, begun = ([], prompt) if start is None else (prompt, [0])
-        expected = greedy_rounds(source, begun, text, size, vocab - 1)
+        expected = greedy_rounds(source, begun, text, size, vocab - 1, texts)
         assert (counts.rounds[row], counts.drafted[row], counts.accepted[row]) == expected
     assert np.sum(counts.accepted) > 0.1 * np.sum(result.length)
     assert (np.asarray(result.counts[0]) == 0).all()
@@ -268,17 +338,18 @@ def test_the_law_beside_a_drafter(method, alpha, way, start, rows, often):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("texts", [(), texts_of(60, 9)], ids=["", "stored"])
 @pytest.mark.parametrize("start", [None, pytest.param(0, marks=pytest.mark.full)])
-def test_greedy_choices_are_the_references(start, often):
-    check_choices(start)
+def test_greedy_choices_are_the_references(start, texts, often, roomy):
+    check_choices(start, texts)
 
 
-def check_choices(start, count=400, steps=24, size=4, vocab=9):
+def check_choices(start, texts=(), count=400, steps=24, size=4, vocab=9):
     """The verifier's texts, in the rounds that the reference counts, whether all rows of a round are looked
     up, some or none; and so in a batch of a few and alone."""
     tables, prompts = (table(7, vocab, 3.0) + table(8, vocab), table(7, vocab, 3.0)), prompts_of(count, vocab)
     sampler = chooser_of(size=size, vocab=vocab, start=start)
-    params = ((), tables[0]), tables[1]
+    params = ((index_of(texts) if texts else ()), tables[0]), tables[1]
     options = {"temperature": 0.0, "steps": steps, "eos": vocab - 1}
     result = decode(sampler, params, prompts, **options)
     alone = written(decode(Autoregressive(sampler.verifier), tables[1], prompts, **options))
@@ -290,7 +361,7 @@ def check_choices(start, count=400, steps=24, size=4, vocab=9):
     tried, counts = Tried.of(result.counts[0]), result.counts[1]
     for row, (prompt, text) in enumerate(zip(prompts, alone, strict=True)):
         source, begun = ([], prompt) if start is None else (prompt, [0])
-        expected = greedy_choices(source, begun, text, size, vocab - 1, likeliest)
+        expected = greedy_choices(source, begun, text, size, vocab - 1, likeliest, texts)
         row_counts = counts.rounds[row], counts.drafted[row], counts.accepted[row], tried.looked_up[row]
         assert tuple(map(int, row_counts)) == expected
     rounds = np.sum(counts.rounds)
@@ -358,7 +429,7 @@ def test_a_planted_bug_shows_in_a_rules_law(plant, rows, monkeypatch):
     plant(monkeypatch)
     jax.clear_caches()
     try:
-        test_what_is_written_follows_the_law("token_v3", 0.5, TOKEN, None, rows)
+        test_what_is_written_follows_the_law("token_v3", 0.5, TOKEN, None, (), rows, None)
     except AssertionError:
         return
     finally:
