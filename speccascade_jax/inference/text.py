@@ -268,7 +268,7 @@ class Cascade:
     def _stored(self) -> Stored:
         """The index of lookup_texts. Raises FieldError if no drafter searches them, or if they are too
         long."""
-        lookup = self.beside or self.drafter
+        lookup: Any = self.beside or self.drafter
         if self.model_free is None:
             raise FieldError("lookup_texts", "...", "draft with lookup.", "no drafter searches texts")
         before = [lookup.start_id]

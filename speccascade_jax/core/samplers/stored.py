@@ -43,7 +43,8 @@ class Match(NamedTuple):
 def hashes(last: Shaped[AnyArray, "*B LONGEST"]) -> list[Any]:
     """The hash, as uint32 [*B], of the last token, of the last two tokens, and so on; `last` has the newest
     first."""
-    state, result = np.uint32(0), list[Any]()
+    state: Any = np.uint32(0)
+    result = list[Any]()
     for n in range(LONGEST):
         state = (state ^ last[..., n].astype("uint32")) * np.uint32(0x9E3779B1) + np.uint32(0x7F4A7C15)
         state ^= state >> np.uint32(15)
