@@ -5,6 +5,7 @@ from served_toys import toy_lookup
 
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.samplers.lookup import MODEL_FREE
+from speccascade_jax.core.samplers.stored import REACH
 from speccascade_jax.inference import text
 from speccascade_jax.inference.text import Cascade
 
@@ -24,7 +25,7 @@ def test_stored_texts_are_surrounded_as_outputs_are(fields, before):
     cascade = cascade_of(["01", "2"], **fields)
     [index] = cascade.made.values()
     eos = cascade.tokenizer.eos_id
-    assert index.tokens.tolist() == [*before, 0, 1, eos, *before, 2, eos]
+    assert index.tokens.tolist() == [*before, 0, 1, eos, *before, 2, eos, *[0] * REACH]
     sampler, params = cascade.sampler(cascade.checked(text.Settings(), {}))
     assert params[0] is index and sampler.models[0] is cascade.drafter
 

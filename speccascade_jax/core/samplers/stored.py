@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Int, Shaped
 
+from speccascade_jax.core.nests import fitted
 from speccascade_jax.core.protocols import AnyArray
 
 Array = jax.Array
@@ -20,16 +22,18 @@ LONGEST = 3  # most tokens compared; longer matches predicted no better
 REACH = 12  # most tokens of a continuation
 LEAST_SHARE = 0.1  # a token is drafted if at least this share of a sequence's occurrences lead to it
 SLOTS = 4  # slots per indexed sequence; with fewer, more of the rare sequences lose theirs
-MOST_TOKENS = 2**24  # of all texts together
+MOST_TOKENS = 2**23  # of all texts together
 
 
 class Stored(NamedTuple):
-    """Tokenized texts, one after another, and for sequences of up to LONGEST tokens in them, by their hash,
-    their best continuation."""
+    """Tokenized texts, one after another, and a hash table of the sequences of up to LONGEST tokens in them,
+    each with its best continuation."""
 
-    tokens: Int[Array, " N"]
-    begins: Int[Array, " M"]  # the place where it begins; 0: an empty slot. M is a power of two
-    sizes: Int[Array, " M"]  # 0 .. REACH: how many of its tokens are worth drafting
+    tokens: Int[Array, " N"]  # at the end, REACH zeros
+    table: Int[Array, "M 2"]  # hash and entry of a sequence; M is a power of two
+
+    # An entry is the place where the continuation begins, times 16, plus the number of its tokens that are
+    # worth drafting; 0: none. A search trusts the hash: a wrong draft is rejected as any other.
 
 
 class Match(NamedTuple):
@@ -55,17 +59,16 @@ def hashes(last: Shaped[AnyArray, "*B LONGEST"]) -> list[Any]:
 def search(stored: Stored, last: Int[Array, "B LONGEST"], count: int) -> Match:
     """The best continuation of the `last` tokens, newest first, or of as many of them as are found in the
     texts."""
-    tokens, begins, sizes = stored
-    slots = jnp.stack(hashes(last), axis=-1) & (len(begins) - 1)  # [B, LONGEST]
-    place = jnp.take(begins, slots, mode="clip")[..., None] - 1 - jnp.arange(LONGEST)
-    same = (jnp.take(tokens, place, mode="clip") == last[:, None]) & (place >= 0)
-    lengths = jnp.arange(1, LONGEST + 1)
-    alike = jnp.all(same | (jnp.arange(LONGEST) >= lengths[:, None]), axis=-1)
-    match = jnp.max(jnp.where(alike, lengths, 0), axis=-1)
-    slot = jnp.take_along_axis(slots, jnp.maximum(match - 1, 0)[:, None], axis=1)
-    begin, size = (jnp.take(x, slot, mode="clip") for x in (begins, sizes))
-    following = jnp.take(tokens, begin + jnp.arange(count), mode="clip")
-    return Match(following, jnp.where(match > 0, jnp.minimum(size[:, 0], count), 0), match)
+    hashed = jnp.stack(hashes(last), axis=-1)
+    rows = jnp.take(stored.table, hashed & (len(stored.table) - 1), axis=0, mode="clip")  # [B, LONGEST, 2]
+    found = (rows[..., 0] == hashed.astype(jnp.int32)) & (rows[..., 1] > 0)
+    # One number for each length, with the length in the higher bits.
+    best = jnp.max(jnp.where(found, (jnp.arange(1, LONGEST + 1) << 28) + rows[..., 1], 0), axis=-1)
+    place, size = (best & (2**28 - 1)) >> 4, best & 15
+    # As a slice, because XLA for CPUs would split a gather from a large array among threads.
+    width = min(count, REACH)
+    following = jax.vmap(lambda at: lax.dynamic_slice(stored.tokens, (at,), (width,)))(place)
+    return Match(fitted(following, (count,)), jnp.minimum(size, count), best >> 28)
 
 
 def index_of(texts: Sequence[Sequence[int]]) -> Stored:
@@ -91,10 +94,10 @@ def index_of(texts: Sequence[Sequence[int]]) -> Stored:
     frequency, hashed, begin, size = (np.concatenate(parts) for parts in zip(*entries, strict=True))
     count = 1 << (SLOTS * len(begin)).bit_length()
     order = np.argsort(frequency, kind="stable")  # what is written to a slot last, stays
-    slots = hashed[order] & (count - 1)
-    begins, sizes = (np.zeros(count, np.int32) for _ in range(2))
-    begins[slots], sizes[slots] = begin[order], size[order]
-    return Stored(jnp.asarray(tokens, jnp.int32), jnp.asarray(begins), jnp.asarray(sizes))
+    table = np.zeros((count, 2), np.int32)
+    table[hashed[order] & (count - 1)] = np.stack([hashed.view(np.int32), begin << 4 | size], axis=1)[order]
+    padded = np.pad(tokens, (0, REACH))  # so that a slice of the last continuation is not moved
+    return Stored(jnp.asarray(padded, jnp.int32), jnp.asarray(table))
 
 
 def _occurrences(
