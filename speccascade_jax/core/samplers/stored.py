@@ -22,7 +22,7 @@ LONGEST = 3  # most tokens compared; longer matches predicted no better
 REACH = 12  # most tokens of a continuation
 LEAST_SHARE = 0.1  # a token is drafted if at least this share of a sequence's occurrences lead to it
 SLOTS = 4  # slots per indexed sequence; with fewer, more of the rare sequences lose theirs
-MOST_TOKENS = 2**23  # of all texts together
+MOST_TOKENS = 2**23  # of all texts together: 32 MiB, and up to 64 bytes for each different sequence
 
 
 class Stored(NamedTuple):
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     table: Int[Array, "M 2"]  # hash and entry of a sequence; M is a power of two
 
     # An entry is the place where the continuation begins, times 16, plus the number of its tokens that are
-    # worth drafting; 0: none. A search trusts the hash: a wrong draft is rejected as any other.
+    # worth drafting; 0: none. A search trusts the hash, because verification rejects a wrong draft.
 
 
 class Match(NamedTuple):
@@ -61,9 +61,9 @@ def search(stored: Stored, last: Int[Array, "B LONGEST"], count: int) -> Match:
     texts."""
     hashed = jnp.stack(hashes(last), axis=-1)
     rows = jnp.take(stored.table, hashed & (len(stored.table) - 1), axis=0, mode="clip")  # [B, LONGEST, 2]
-    found = (rows[..., 0] == hashed.astype(jnp.int32)) & (rows[..., 1] > 0)
+    present = (rows[..., 0] == hashed.astype(jnp.int32)) & (rows[..., 1] > 0)
     # One number for each length, with the length in the higher bits.
-    best = jnp.max(jnp.where(found, (jnp.arange(1, LONGEST + 1) << 28) + rows[..., 1], 0), axis=-1)
+    best = jnp.max(jnp.where(present, (jnp.arange(1, LONGEST + 1) << 28) + rows[..., 1], 0), axis=-1)
     place, size = (best & (2**28 - 1)) >> 4, best & 15
     # As a slice, because XLA for CPUs would split a gather from a large array among threads.
     width = min(count, REACH)
