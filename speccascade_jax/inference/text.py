@@ -270,16 +270,18 @@ class Cascade:
         long."""
         lookup: Any = self.beside or self.drafter
         if self.model_free is None:
-            raise FieldError("lookup_texts", "...", "draft with lookup.", "no drafter searches texts")
+            remedy = "draft with lookup."
+            raise FieldError("lookup_texts", self.lookup_texts, remedy, "no drafter searches texts")
         before = [lookup.start_id]
         if lookup.start_id is None:  # an output follows its prompt, and every prompt has the same end, if any
             [prompt] = self.tokenizer.encode_batch(self.prompts([""], self.tokenizer))
             before = prompt[-LONGEST:] if self.suffix or self.chat else []
-        rows = self.tokenizer.encode_batch([*self.lookup_texts])
+        encoded = self.tokenizer.encode_batch([*self.lookup_texts])
+        rows = [[*before, *row, self.tokenizer.eos_id] for row in encoded]
         if (count := sum(map(len, rows))) > MOST_TOKENS:
             problem = f"the texts to look up in have {count:,} tokens"
             raise FieldError("lookup_texts", count, f"give at most {MOST_TOKENS:,}.", problem)
-        return index_of([[*before, *row, self.tokenizer.eos_id] for row in rows])
+        return index_of(rows)
 
     @property
     def levels(self) -> int:
