@@ -378,6 +378,15 @@ class DecodeConfig(Settings):
         """The name and checkpoint folder of each model that is read from a checkpoint."""
         return [(role, folder) for role, path in self.roles if (folder := split_drafter(path)[1])]
 
+    @property
+    def files(self) -> dict[str, str | None]:
+        """The files that are read besides checkpoints, by flag."""
+        return {
+            "--tokenizer": self.tokenizer,
+            "--router": self.router,
+            "--lookup-texts": self.lookup_texts,
+        }
+
     def record(self, *without: str) -> dict[str, Any]:
         """The fields as JSON values, without these: a record of how an output was decoded."""
         fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in without}

@@ -150,7 +150,7 @@ def check_paths(arguments: Arguments) -> None:
         {
             "--input": None if arguments.input == "-" else arguments.input,
             "--config": config,
-            "--tokenizer": run.tokenizer,
+            **run.files,
         },
     )
     check_summary(summary, "resumed_from")

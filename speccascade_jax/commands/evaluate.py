@@ -195,7 +195,7 @@ def check(arguments: Arguments, task: Task) -> None:
             written |= {f"{method}'s file of --output": path, f"{method}'s settings": settings_file(path)}
     read = {
         "--config": configs.path_of(arguments.config),
-        "--tokenizer": arguments.run.tokenizer,
+        **arguments.run.files,
         f"the {arguments.split} split": getattr(task, arguments.split),
     }
     check_targets({**written, "--summary": arguments.summary}, read)

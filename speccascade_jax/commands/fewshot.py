@@ -136,7 +136,7 @@ def check(arguments: Arguments, task: FewShotTask, run: DecodeConfig) -> None:
             "--inputs": task.examples,
             "--shot-pool": task.shot_pool,
             "--config": configs.path_of(arguments.config),
-            "--tokenizer": run.tokenizer,
+            **run.files,
         },
     )
 

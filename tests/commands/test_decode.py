@@ -276,6 +276,7 @@ def test_drafts_that_are_looked_up(t5_pair, inputs, tmp_path, monkeypatch):
         (["--models", "lookup"], "models", "lookup"),
         (["--models", t5_pair / "verifier", "lookup"], "models", "lookup"),
         ([f"--lookup-texts={nothing}"], "lookup_texts", str(nothing)),
+        ([f"--lookup-texts={nothing}", f"--output={nothing}"], "output", str(nothing)),
         ([f"--lookup-texts={stored}", f"--drafter={t5_pair / 'drafter'}"], "lookup_texts", str(stored)),
     ):
         with refusals() as errors:
