@@ -496,7 +496,8 @@ def check(arguments: Arguments) -> DecodeConfig:
         if a.vs and not isinstance(PRESETS[name], T5Config):
             raise FieldError("vs", a.vs, f"{name} is not a T5.", "--vs compares T5 models only")
     other_libraries.check_installed(a.vs)  # last: invalid arguments need no installation
-    check_targets({"--output": a.output}, {"--input": a.input, "--config": configs.path_of(a.config)})
+    read = {"--input": a.input, "--config": configs.path_of(a.config), **run.files}
+    check_targets({"--output": a.output}, read)
     return run
 
 

@@ -197,7 +197,7 @@ def check_files(a: Arguments) -> None:
                 f"--output is {path}, which plan.py did not write",
             )
     written = {"--output": a.output, "--acceptance-to": a.acceptance_to}
-    check_targets(written, {"--config": configs.path_of(a.config)})
+    check_targets(written, {"--config": configs.path_of(a.config), **a.run.files})
 
 
 def check_chips(a: Arguments) -> None:

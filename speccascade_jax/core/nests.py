@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from speccascade_jax.core.protocols import AnyArray, Cache, LanguageModel
 
@@ -73,6 +73,11 @@ def insert_rows(old: Any, new: Any, slots: Int[AnyArray, " R"], like_fresh: bool
         return fitted(old, sizes).at[slots].set(fitted(new, sizes), mode="drop")
 
     return jax.tree.map(replaced, old, new)
+
+
+def by_row(mask: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    """`new` in the rows where `mask` is true, `old` in the others; both are trees of arrays [B, ...]."""
+    return jax.tree.map(lambda x, y: jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)), x, y), new, old)
 
 
 def fitted(x: Array, sizes: tuple[int, ...]) -> Array:

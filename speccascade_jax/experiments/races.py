@@ -12,10 +12,12 @@ from speccascade_jax.experiments.findings import (
     Bench,
     Findings,
     Table,
+    check_data,
     check_pair,
     inputs_of,
     pair,
     table,
+    task_of,
     times_of,
 )
 from speccascade_jax.inference.outputs import write_whole
@@ -65,6 +67,8 @@ class Race:
     def check(self) -> None:
         for runner in (Runner(self.baseline, 1), *self.runners):
             check_pair(runner.run(), self.split)
+        if self.stored:
+            check_data(task_of(pair(self.baseline)).train)
 
     def measure(self, bench: Bench) -> Findings:
         texts = inputs_of(pair(self.baseline), self.split, self.timed, self.least_source)

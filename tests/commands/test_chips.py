@@ -42,6 +42,16 @@ def test_a_reading_survives_a_round_trip(tmp_path):
         )
 
 
+@pytest.mark.parametrize("flag", ["tokenizer", "router"])
+def test_measured_acceptances_replace_no_file_that_is_read(flag, tmp_path):
+    path = tmp_path / "kept.json"
+    path.write_text("kept")
+    with refusals() as errors:
+        assert plan.main([f"--{flag}={path}", f"--acceptance-to={path}"]) == 2
+    check_about(errors[0], "acceptance_to", str(path))
+    assert f"--{flag}" in str(errors[0]) and path.read_text() == "kept"
+
+
 @pytest.mark.parametrize(
     "change",
     [

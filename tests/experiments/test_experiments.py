@@ -411,6 +411,12 @@ def test_a_missing_requirement_is_reported_in_a_sentence(monkeypatch, tmp_path):
     with pytest.raises(FieldError) as refused:
         findings.check_pair(made, "test")
     assert (refused.value.field, refused.value.value) == ("task", task.test)
+    task = dataclasses.replace(task, train=str(tmp_path / "train.jsonl.gz"))
+    monkeypatch.setattr(races, "check_pair", lambda *_: None)
+    monkeypatch.setattr(races, "task_of", lambda _: task)
+    with pytest.raises(FieldError) as refused:  # inputs for stored texts
+        EXPERIMENTS["lookup-e2e"].measurement.check()
+    assert (refused.value.field, refused.value.value) == ("task", task.train)
 
 
 def test_a_pick_is_checked_on_the_test_split(made_by_hand, tmp_path):

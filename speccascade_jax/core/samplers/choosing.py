@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from speccascade_jax.core.nests import roll_back
+from speccascade_jax.core.nests import by_row, roll_back
 from speccascade_jax.core.protocols import AnyArray, Block, Cache, Counts, Params, Rows
 from speccascade_jax.core.samplers.adaptive import ACCEPTANCE
 from speccascade_jax.core.samplers.autoregressive import Autoregressive
@@ -48,15 +48,10 @@ class WithLookup:
     def step(self, params: Params, caches: Cache, rows: Rows, eos_id: int) -> tuple[Block, Cache, Counts]:
         text, below = caches
         block, below, counts = self.reader.step(params[1], below, rows, eos_id)
-        known = (rows.start < text.length)[:, None]
         token = jnp.take_along_axis(text.tokens, rows.start[:, None], axis=1, mode="clip")
         law = jax.nn.one_hot(token, block.probs.shape[-1])
         certain = Block(token, law, law, block.origin, block.size)
-        chosen = [
-            jnp.where(known.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-            for new, old in zip(certain[:-1], block[:-1], strict=True)
-        ]
-        return Block._make((*chosen, block.size)), (text, below), counts
+        return by_row(rows.start < text.length, certain, block), (text, below), counts
 
 
 class Tried(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from speccascade_jax.core.nests import fitted
+from speccascade_jax.core.nests import by_row, fitted
 from speccascade_jax.core.protocols import NO_TOKEN, AnyArray, Params, Prefix, Rows
 from speccascade_jax.core.rounds import cut_after
 from speccascade_jax.core.samplers.proposals import Drafts
@@ -96,13 +96,8 @@ class Lookup:
         if not params:
             return inside
         outside = search(params, last_of(text), count)
-        stored = outside.match >= inside.match
-        return Match(
-            *(
-                jnp.where(stored.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-                for new, old in zip(outside, inside, strict=True)
-            )
-        )
+        chosen: Match = by_row(outside.match >= inside.match, outside, inside)
+        return chosen
 
 
 def match_in(text: Text, count: int) -> Match:

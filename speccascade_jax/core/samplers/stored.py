@@ -18,7 +18,7 @@ from speccascade_jax.core.nests import fitted
 from speccascade_jax.core.protocols import AnyArray
 
 Array = jax.Array
-LONGEST = 3  # most tokens compared; longer matches predicted no better
+LONGEST = 3  # most tokens compared; longer matches predicted hardly better, or worse
 REACH = 12  # most tokens of a continuation
 LEAST_SHARE = 0.1  # a token is drafted if at least this share of a sequence's occurrences lead to it
 SLOTS = 4  # slots per indexed sequence; with fewer, more of the rare sequences lose theirs
