@@ -160,6 +160,10 @@ class TrainConfig:
     # Split targets into the teacher's tokens and spell each one in the drafter's tokens, the form in which a
     # drafter of another vocabulary reads committed tokens with tli.
     teacher_tokens: bool = False
+    # How many epochs are prepared; later ones repeat their batches. What the teacher, or a network's frozen
+    # full model, computes for these batches is kept on disk until the run ends, and need not be computed
+    # again. 0 keeps nothing, and no two epochs have the same batches.
+    kept_epochs: int = 0
     # The folder for the best parameters, in Hugging Face format and bfloat16. None uses `export` in
     # --output-dir if that format supports the model.
     export_dir: str | None = None

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.protocols import AnyArray
 from speccascade_jax.models import cache as caches
-from speccascade_jax.models.layers import Branches, read_branches
+from speccascade_jax.models.layers import AfterLayer, Branches, last_written, read_branches
 
 Array = jax.Array
 
@@ -69,6 +69,36 @@ class SingleModel(FlaxModel):
     def decoder_of(self, params: nnx.State) -> Any:
         """The network that reads such a cache."""
         return self.merged(params)
+
+    def forced(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Float[Array, "B T V"]:
+        """Teacher forcing: the logits that predict each of `target`. `key` enables dropout, in models that
+        have any. `after` is called between the decoder's layers."""
+        states = self.forced_states(params, source, source_length, target, key, after)
+        return self.head_logits(params, states)
+
+    def forced_states(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Float[Array, "B T D"]:
+        """The input of the head in forced(): the last layer's output after the norm."""
+        raise NotImplementedError
+
+    def head_logits(self, params: nnx.State, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The logits of forced_states()."""
+        return self.decoder_of(params).logits(states, lambda x: x)
 
     def roll_back(self, cache: Any, length: Int[AnyArray, " B"]) -> Any:
         return cache._replace(length=jnp.asarray(length))

@@ -311,7 +311,7 @@ class BlockDrafterModel(BlockPairModel):
         drafter = jax.jit(begun)(full["decoder_norm"]["scale"][...])
         return nnx.from_flat_state(beneath("verifier", full) | beneath("drafter", drafter))
 
-    def forced_members(
+    def full_pass(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -319,31 +319,44 @@ class BlockDrafterModel(BlockPairModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
-    ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of both members, from one pass of the verifier; drafts begin as in begins(). `key` enables
-        dropout in the drafter only, because it learns from the verifier's distributions. `after` is called
-        between the verifier's layers."""
-        network, tokens = self.merged(params), self.full.decoder_input(target)
+    ) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B T D"], ...], Float[Array, "B T D"]]:
+        """The encoding, the states that the drafter reads, and the input of the verifier's head. The verifier
+        has no dropout."""
+        verifier, tokens = self.merged(params).verifier, self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])
-        encoded = network.verifier.encode(source, source_bias)
+        encoded = verifier.encode(source, source_bias)
         before: dict[int, Array] = {}
 
         def kept(number: int, x: Array, new: Array) -> Array:
             before[number] = x
             return after(number, x, new)
 
-        verified = network.verifier.decode(encoded, source_bias, tokens, after=kept)
-        before[self.config.verifier.num_decoder_layers] = verified
+        last = verifier.decode(encoded, source_bias, tokens, after=kept)
+        before[self.config.verifier.num_decoder_layers] = last
+        return encoded, tuple(before[number] for number in self.config.states), verifier.decoder_norm(last)
+
+    def member_logits(
+        self,
+        params: nnx.State,
+        read: tuple[Float[Array, "B S D"], tuple[Float[Array, "B T D"], ...], Float[Array, "B T D"]],
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """Drafts begin as in begins(). `key` enables dropout in the drafter."""
+        network, tokens = self.merged(params), self.full.decoder_input(target)
+        encoded, states, last = read
         drafted = network.drafter.forced(
             tokens,
             begins(tokens, self.config.block_size + 1, key),
-            jnp.stack([before[number] for number in self.config.states]),
+            jnp.stack(states),
             encoded,
-            source_bias,
+            padding_bias(source_length, source.shape[1]),
             network.verifier,
             make_dropout(key, self.config.verifier.dropout_rate),
         )
-        return drafted, network.verifier.logits(verified)
+        return drafted, network.verifier.logits(last, lambda x: x)
 
     def prefill(
         self,

@@ -509,13 +509,21 @@ def read_prompts(
     return prefix, model.roll_back(cache, jnp.maximum(prefix.length - 1, 0))
 
 
+def forced_inputs(
+    source: Int[AnyArray, "B S"], source_length: Int[AnyArray, " B"], target: Int[AnyArray, "B T"]
+) -> tuple[Int[Array, " B"], Int[Array, "B T"]]:
+    """The tokens [B, T] that are read to predict each of `target` after a prompt, and where they begin."""
+    begin = jnp.maximum(source_length - 1, 0)
+    return begin, shift_right(target, jnp.take_along_axis(source, begin[:, None], axis=1)[:, 0])
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyModel(SingleModel):
     """A network with start(), advance() and logits() as a LanguageModel that continues its prompt."""
 
     chunk: int = 512  # tokens of a prompt read at a time, which bounds the memory of attention scores
 
-    def forced(
+    def forced_states(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -523,13 +531,12 @@ class DecoderOnlyModel(SingleModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
-    ) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T] after the prompt `source`.
-        There is no dropout, so `key` is ignored. `after` is called between the layers. The network's last
-        pass is the one over the target."""
+    ) -> Float[Array, "B T D"]:
+        """The target follows the prompt `source`. There is no dropout, so `key` is ignored. The network's
+        last pass is the one over the target."""
         _, cache = self.prefill(params, source, source_length, source.shape[1] + target.shape[1], after)
-        last = jnp.take_along_axis(source, jnp.maximum(source_length - 1, 0)[:, None], axis=1)[:, 0]
-        return self.extend(params, shift_right(target, last), cache, after)[0]
+        network, (_, tokens) = self.merged(params), forced_inputs(source, source_length, target)
+        return network.final_norm(network.advance(tokens, cache, after=after)[0])
 
     def prefill(
         self,

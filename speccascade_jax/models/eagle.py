@@ -7,7 +7,6 @@ tokens; all others get no mass.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
@@ -30,10 +29,11 @@ from speccascade_jax.models.decoder import (
     FeedForward,
     Norm,
     Remember,
+    forced_inputs,
     in_chunks,
     read_prompts,
 )
-from speccascade_jax.models.layers import AfterLayer, Linear, last_written, shift_right, steps_back
+from speccascade_jax.models.layers import AfterLayer, Linear, last_written, steps_back
 from speccascade_jax.models.members import NetworkShape, PairModel
 from speccascade_jax.models.presets import LLAMA3_8B, QWEN3_8B
 from speccascade_jax.models.quantization import table_rows
@@ -240,20 +240,26 @@ class EaglePair(nnx.Module):
     ) -> tuple[Array, EagleCache]:
         """The verifier's advance(). Features from its states replace the head's outputs, and the head's keys
         and values are computed from the features of the preceding tokens."""
-        start, drafter = cache.verifier.length, self.drafter
         x, states, verifier = self.verifier.advance_with_states(
-            tokens, cache.verifier, drafter.config.layers, after=after
+            tokens, cache.verifier, self.drafter.config.layers, after=after
         )
+        cache = self.remember(tokens, states, cache)
+        drafted = jnp.maximum(cache.drafted, verifier.length)
+        return x, cache._replace(verifier=verifier, drafted=drafted)
+
+    def remember(
+        self, tokens: Int[AnyArray, "B T"], states: Float[Array, "N B T S"], cache: EagleCache
+    ) -> EagleCache:
+        """Writes the features of tokens, and the head's keys and values, at the verifier's length."""
+        start, drafter = cache.verifier.length, self.drafter
         features = write(cache.features, drafter.features(states)[:, None], start, axis=2)
         place = start[:, None] + jnp.arange(tokens.shape[1])
         read = drafter.layer.read(self.embed(tokens), features_before(features, place))
         keys, values = drafter.layer.attention.keys_and_values(read, drafter.turn(place))
-        return x, EagleCache(
-            verifier,
-            write(cache.keys, keys, start, axis=2),
-            write(cache.values, values, start, axis=2),
-            features,
-            jnp.maximum(cache.drafted, verifier.length),
+        return cache._replace(
+            keys=write(cache.keys, keys, start, axis=2),
+            values=write(cache.values, values, start, axis=2),
+            features=features,
         )
 
     def draft(self, tokens: AnyArray, cache: EagleCache) -> tuple[Float[Array, "B T V"], EagleCache]:
@@ -334,7 +340,7 @@ class EaglePairModel(PairModel):
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
 
-    def forced_members(
+    def full_pass(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -342,22 +348,45 @@ class EaglePairModel(PairModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
+    ) -> tuple[Float[Array, "B N L W"], Float[Array, "B T D"]]:
+        """The states of the prompt and the target that the head reads, L = S + T, and the input of the
+        verifier's head. There is no dropout, so `key` is ignored."""
+        verifier, layers = self.merged(params).verifier, self.config.drafter.layers
+        rows, size = source.shape[0], source.shape[1] + target.shape[1]
+
+        def advance(tokens: AnyArray, carry: Any) -> tuple[Array, Any]:
+            cache, kept = carry
+            x, states, longer = verifier.advance_with_states(tokens, cache, layers, after=after)
+            return x, (longer, write(kept, jnp.moveaxis(states, 0, 1), cache.length, axis=2))
+
+        kept = jnp.zeros((rows, len(layers), size, self.config.drafter.state_width))
+        begun = verifier.start(rows, size, self.cache_dtype), kept
+        cache, kept = in_chunks(advance, source, begun, self.chunk)
+        begin, tokens = forced_inputs(source, source_length, target)
+        x, (_, kept) = advance(tokens, (cache._replace(length=begin), kept))
+        return kept, verifier.final_norm(x)
+
+    def member_logits(
+        self,
+        params: nnx.State,
+        read: tuple[Float[Array, "B N L W"], Float[Array, "B T D"]],
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
         ahead: int = 1,
     ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() by the head, for drafts that began 0 .. `ahead` - 1 tokens before, and by the verifier,
-        without the tokens that the head cannot draft. `after` is called between the verifier's layers. There
-        is no dropout, so `key` is ignored."""
-        network, rows = self.merged(params), source.shape[0]
-        cache = network.start(rows, source.shape[1] + target.shape[1], self.cache_dtype)
-        cache = in_chunks(partial(network.advance, after=after), source, cache, self.chunk)
-        begin = jnp.maximum(source_length - 1, 0)
-        tokens = shift_right(target, jnp.take_along_axis(source, begin[:, None], axis=1)[:, 0])
-        x, cache = network.advance(tokens, self.roll_back(cache, begin), after)
-        logits = network.verifier.logits(x)
+        """The head's logits for drafts that began 0 .. `ahead` - 1 tokens before, and the verifier's without
+        the tokens that the head cannot draft. There is no dropout, so `key` is ignored."""
+        network, (states, last) = self.merged(params), read
+        begin, tokens = forced_inputs(source, source_length, target)
+        text = write(jnp.pad(source, ((0, 0), (0, tokens.shape[1]))), tokens, begin)
+        cache = network.start(*text.shape, self.cache_dtype)
+        cache = network.remember(text, jnp.moveaxis(states, 1, 0), cache)
         can = jnp.zeros(self.vocab_size, bool).at[network.drafter.targets()].set(True)
         return (
             *network.draft_forced(tokens, begin, cache, ahead),
-            jnp.where(can, logits, MASKED),
+            jnp.where(can, network.verifier.logits(last, lambda x: x), MASKED),
         )
 
     def prefill(

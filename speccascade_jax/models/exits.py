@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 
 from speccascade_jax.core.nests import insert_rows
 from speccascade_jax.core.protocols import AnyArray, Prefix
-from speccascade_jax.models.base import FlaxModel, Keys
+from speccascade_jax.models.base import Keys
 from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written
-from speccascade_jax.models.members import Member, NetworkShape, beneath, members
+from speccascade_jax.models.members import Member, NetworkShape, TaughtModel, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model
 
 Array = jax.Array
@@ -102,7 +102,7 @@ class Exits(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExitsModel(FlaxModel):
+class ExitsModel(TaughtModel):
     """A network whose members are its exits, named by their numbers of layers, and the full model.
 
     Used alone, it is the full model, and has the same initial parameters as the full model with the same
@@ -159,7 +159,7 @@ class ExitsModel(FlaxModel):
         """Teacher forcing by the full model."""
         return self.full.forced(params["full"], source, source_length, target, key)
 
-    def forced_members(
+    def full_pass(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -167,22 +167,32 @@ class ExitsModel(FlaxModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
-    ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of every member, from one pass of the full model; `after` is called between its layers."""
+    ) -> tuple[Float[Array, "B T D"], ...]:
+        """The states after each exit's layers, and the input of the full model's head. `key` enables
+        dropout."""
         streams: dict[int, Array] = {}
 
         def kept(number: int, before: Array, new: Array) -> Array:
             streams[number + 1] = after(number, before, new)
             return streams[number + 1]
 
-        logits = self.full.forced(params["full"], source, source_length, target, key, kept)
-        network = self.merged(params)
+        last = self.full.forced_states(params["full"], source, source_length, target, key, kept)
+        return *(streams[depth] for depth in self.config.layers), last
+
+    def member_logits(
+        self,
+        params: nnx.State,
+        read: tuple[Float[Array, "B T D"], ...],
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """The heads have no dropout."""
+        network, (*streams, last) = self.merged(params), read
         return (
-            *(
-                head(streams[depth], network.full)
-                for head, depth in zip(network.exits, self.config.layers, strict=True)
-            ),
-            logits,
+            *(head(stream, network.full) for head, stream in zip(network.exits, streams, strict=True)),
+            self.full.head_logits(params["full"], last),
         )
 
     def prefill(

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefix
 from speccascade_jax.models.base import FlaxModel, Keys
+from speccascade_jax.models.layers import AfterLayer, last_written
 
 
 class NetworkShape:
@@ -129,7 +130,51 @@ def members(network: Network) -> tuple[Member, ...]:
     return tuple(Member(network, number) for number in range(len(network.names)))
 
 
-class PairModel(FlaxModel):
+class TaughtModel(FlaxModel):
+    """A network whose small members can learn from its full model."""
+
+    def forced_members(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+        **more: Any,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """Teacher forcing by every member, the full model last, from one pass of the full model. `after` is
+        called between its layers. key and `more` are as in member_logits()."""
+        read = self.full_pass(params, source, source_length, target, key, after)
+        return self.member_logits(params, read, source, source_length, target, key, **more)
+
+    def full_pass(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Any:
+        """What the members read of the full model: a pytree of arrays [B, ...] that depends on its parameters
+        only."""
+        raise NotImplementedError
+
+    def member_logits(
+        self,
+        params: nnx.State,
+        read: Any,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """forced_members() after the full model's pass."""
+        raise NotImplementedError
+
+
+class PairModel(TaughtModel):
     """A network of two members, "drafter" and "verifier", with parameters under these names. Used alone it is
     the verifier. Its Flax network has draft(tokens, cache), the drafter's extend(), and advance(tokens,
     cache), which returns the input of verifier.logits() in place of logits.

@@ -104,7 +104,7 @@ class SharedEncoderModel(PairModel):
             self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs
         )
 
-    def forced_members(
+    def full_pass(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -112,20 +112,32 @@ class SharedEncoderModel(PairModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
-    ) -> tuple[Float[Array, "B T V"], ...]:
-        """forced() of both members, from one pass of the encoder. `key` enables dropout in the drafter only,
-        because it learns from the verifier's distributions. States are those of last_read(). `after` is
-        called between the verifier's layers."""
-        network, tokens = self.merged(params), self.full.decoder_input(target)
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B T D"]]:
+        """The encoding and the states of the target. The verifier has no dropout."""
+        verifier, tokens = self.merged(params).verifier, self.full.decoder_input(target)
         source_bias = padding_bias(source_length, source.shape[1])
-        encoded = network.verifier.encode(source, source_bias)
-        verified = network.verifier.decode(encoded, source_bias, tokens, after=after)
+        encoded = verifier.encode(source, source_bias)
+        return encoded, verifier.decoder_norm(verifier.decode(encoded, source_bias, tokens, after=after))
+
+    def member_logits(
+        self,
+        params: nnx.State,
+        read: tuple[Float[Array, "B S D"], Float[Array, "B T D"]],
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T V"], ...]:
+        """`key` enables dropout in the drafter. The states that it reads are those of last_read()."""
+        network, tokens = self.merged(params), self.full.decoder_input(target)
+        (encoded, states), drafter = read, network.drafter
         dropout = make_dropout(key, self.config.drafter.dropout_rate)
-        more = network.seen(network.verifier.decoder_norm(verified), last_read(tokens, key))
-        drafted = network.drafter.decode(network.projection(encoded), source_bias, tokens, dropout, more=more)
+        more = network.seen(states, last_read(tokens, key))
+        source_bias = padding_bias(source_length, source.shape[1])
+        drafted = drafter.decode(network.projection(encoded), source_bias, tokens, dropout, more=more)
         return (
-            network.drafter.logits(drafted, lambda x: dropout(network.drafter.decoder_norm(x))),
-            network.verifier.logits(verified),
+            drafter.logits(drafted, lambda x: dropout(drafter.decoder_norm(x))),
+            network.verifier.logits(states, lambda x: x),
         )
 
     def prefill(

@@ -304,12 +304,12 @@ class T5(nnx.Module):
         key: Array | None = None,
         after: AfterLayer = last_written,
     ) -> Array:
-        """Teacher forcing: logits [B, T, V] after each of `target_in` [B, T]. `key` enables dropout."""
+        """Teacher forcing: the head's input [B, T, D] after each of `target_in` [B, T]. `key` enables
+        dropout."""
         dropout = make_dropout(key, self.config.dropout_rate)
         source_bias = padding_bias(source_length, source.shape[1])
         encoded = self.encode(source, source_bias, dropout)
-        x = self.decode(encoded, source_bias, target_in, dropout, after)
-        return self.logits(x, lambda x: dropout(self.decoder_norm(x)))
+        return dropout(self.decoder_norm(self.decode(encoded, source_bias, target_in, dropout, after)))
 
     def decode(
         self,
@@ -449,7 +449,7 @@ class T5Model(SingleModel):
     def network(self, rngs: nnx.Rngs) -> T5:
         return T5(self.config, dtype=jnp.dtype(self.dtype), remat=self.remat, stacked=self.stacked, rngs=rngs)
 
-    def forced(
+    def forced_states(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -457,9 +457,7 @@ class T5Model(SingleModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
-    ) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. `key` enables dropout.
-        `after` is called between the decoder's layers."""
+    ) -> Float[Array, "B T D"]:
         return self.merged(params)(source, source_length, self.decoder_input(target), key, after)
 
     def decoder_input(self, target: Int[AnyArray, "B T"]) -> Int[Array, "B T"]:

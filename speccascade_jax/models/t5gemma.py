@@ -165,7 +165,7 @@ class T5GemmaModel(SingleModel):
     def decoder_of(self, params: nnx.State) -> CrossDecoder:
         return self.merged(params).decoder
 
-    def forced(
+    def forced_states(
         self,
         params: nnx.State,
         source: Int[AnyArray, "B S"],
@@ -173,15 +173,13 @@ class T5GemmaModel(SingleModel):
         target: Int[AnyArray, "B T"],
         key: Array | None = None,
         after: AfterLayer = last_written,
-    ) -> Float[Array, "B T V"]:
-        """Teacher forcing: logits [B, T, V] that predict each of `target` [B, T]. There is no dropout, so
-        `key` is ignored. `after` is called between the decoder's layers."""
+    ) -> Float[Array, "B T D"]:
+        """There is no dropout, so `key` is ignored."""
         network = self.merged(params)
         cache = network.start(source, source_length, target.shape[1], self.cache_dtype)
         begin = jnp.full((target.shape[0],), self.config.start_id, target.dtype)
-        return network.decoder.logits(
-            network.decoder.advance(shift_right(target, begin), cache, after=after)[0]
-        )
+        x, _ = network.decoder.advance(shift_right(target, begin), cache, after=after)
+        return network.decoder.final_norm(x)
 
     def prefill(
         self,

@@ -49,6 +49,7 @@ NAMES = {
 LEAST = {
     "tokenizer_size": 1,
     "teacher_examples": 1,
+    "kept_epochs": 0,
     "steps": 1,
     "batch_tokens": 1,
     "accumulate": 1,
@@ -154,12 +155,36 @@ def check_needs(config: TrainConfig) -> None:
             "give its checkpoint with --teacher, and train a single model; or set on_policy to 0.",
             "on_policy lets a teacher score the texts of one model",
         )
+    if config.kept_epochs:
+        check_kept(config)
     if config.tokenizer is None and config.init is None:
         raise FieldError(
             "tokenizer",
             None,
             "give its file with --tokenizer; if it does not exist, it is trained on the task.",
             "training from scratch needs a tokenizer",
+        )
+
+
+def check_kept(config: TrainConfig) -> None:
+    """Raises FieldError if nothing can be kept of a frozen model's passes."""
+    network = isinstance(config.model, NetworkConfig)
+    if config.on_policy:
+        raise FieldError(
+            "kept_epochs",
+            config.kept_epochs,
+            "set one of them to 0.",
+            f"with on_policy ({config.on_policy}) the model writes new texts in every epoch",
+        )
+    if not (config.exits.frozen if network else config.teacher and config.distillation):
+        raise FieldError(
+            "kept_epochs",
+            config.kept_epochs,
+            "freeze the full model with --frozen."
+            if network
+            else "give its checkpoint with --teacher, and set distillation above 0.",
+            "kept_epochs keeps what a frozen "
+            + ("full model computes" if network else "teacher computes for its distributions"),
         )
 
 

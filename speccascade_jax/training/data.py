@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from speccascade_jax.checkpoints.arrays import reason
@@ -239,7 +240,8 @@ class TrainingBatches:
 
     Every epoch shuffles the examples, joins groups of 1 .. task.join of them, sorts the results into
     `buckets` shapes (fractions of the task's limits), and splits each shape into batches of about
-    `batch_tokens` positions (of the longer side) and a multiple of `rows` rows.
+    `batch_tokens` positions (of the longer side) and a multiple of `rows` rows. With `epochs`, later epochs
+    repeat the batches of the first ones.
     """
 
     task: Task
@@ -249,6 +251,7 @@ class TrainingBatches:
     rows: int = 8
     buckets: int = 8
     cut: Encode | None = None  # tokenizes the targets in place of the tokenizer
+    epochs: int | None = None
 
     def __post_init__(self) -> None:
         examples = texts(self.task, self.task.train)
@@ -290,11 +293,23 @@ class TrainingBatches:
                 batches.append((size, [order[borders[g] : borders[g + 1]] for g in chosen]))
         return [batches[i] for i in rng.permutation(len(batches))]
 
+    def shapes(self) -> list[Batch]:
+        """The shapes of every batch of the first `epochs` epochs."""
+
+        def shape(*size: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(size, np.int32)
+
+        epochs = [self._epoch(epoch) for epoch in range(self.epochs or 0)]
+        return [
+            Batch(shape(len(rows), source), shape(len(rows)), shape(len(rows), target), shape(len(rows)))
+            for (source, target), rows in itertools.chain.from_iterable(epochs)
+        ]
+
     def from_step(self, step: int) -> Iterator[Batch]:
         """Yields the batches of steps `step`, `step` + 1, ... endlessly."""
         epoch = 0
         while True:
-            batches = self._epoch(epoch)
+            batches = self._epoch(epoch % self.epochs if self.epochs else epoch)
             if not batches:
                 raise ValueError(
                     f"{self.task.train} has too few examples of at most "

@@ -106,9 +106,10 @@ def member_loss(
     batch: Batch,
     key: Array | None = None,
     number: Array | None = None,
+    states: Any = None,
 ) -> tuple[Array, Array]:
     """The weighted sum of the members' losses over real tokens, and the number of tokens. `key` enables
-    dropout.
+    dropout. `states` replaces the full model's pass, full_pass().
 
     A small member's loss is (1 - distillation) times the data loss plus distillation times its divergence
     from the full model. The full model's loss is the data loss.
@@ -120,8 +121,11 @@ def member_loss(
     if key is not None and exits.layer_dropout:
         after = layer_dropout(key, exits.layer_dropout, depth_of(full_of(config.model)), len(batch.target))
     more = {"ahead": exits.ahead} if network.learns_ahead else {}
-    *small, full = model.forced_members(
-        params, batch.source, batch.source_length, batch.target, key, after, **more
+    texts = batch.source, batch.source_length, batch.target
+    *small, full = (
+        model.forced_members(params, *texts, key, after, **more)
+        if states is None
+        else model.member_logits(params, states, *texts, key, **more)
     )
 
     def data_loss(logits: Array) -> Array:

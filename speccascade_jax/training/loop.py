@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import platform
 import shutil
@@ -32,6 +33,7 @@ from speccascade_jax.training import cards, distillation, lora
 from speccascade_jax.training.checks import check, check_memory, export_folders
 from speccascade_jax.training.data import Batch, TrainingBatches, joined_examples, validation_batches
 from speccascade_jax.training.exits import split
+from speccascade_jax.training.kept_states import KeptStates
 from speccascade_jax.training.optimizer import make_optimizer
 from speccascade_jax.training.preparation import first_parameters, load_teacher, placement, prepare_tokenizer
 from speccascade_jax.training.reporting import Reporter, loss_curve, portable, read_events
@@ -200,13 +202,16 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
     tokenizer, task, judged, teacher, teacher_params, cut = prepare_lessons(config, mesh)
     score = validation_quality(config, tokenizer, mesh, metric)
     validation = validation_batches(judged, tokenizer, validation_rows, cut)
-    data = TrainingBatches(task, tokenizer, config.batch_tokens, config.seed, rows, cut=cut)
+    data = TrainingBatches(
+        task, tokenizer, config.batch_tokens, config.seed, rows, cut=cut, epochs=config.kept_epochs or None
+    )
     model = model_of(config.model, dtype=config.dtype, remat=config.remat)
     optimizer = make_optimizer(config)
     latest, best = native.manager(run / "latest"), native.manager(run / "best", best="loss")
     step, params, opt_state = start(config, model, optimizer, mesh, latest)
     batches = data.from_step(step * config.accumulate)
     steps = make_steps(model, config, optimizer, mesh, teacher, tokenizer.eos_id)
+    store = states_of(config, data, steps, params, teacher_params) if config.kept_epochs else None
     merged = lora.merging(config, mesh)
     with Reporter(run, step, config.steps, quiet=jax.process_index() > 0) as report:
         record_start(report, step, config, params)
@@ -214,7 +219,7 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
         while step < config.steps:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 params, opt_state, loss, norm, count = one_step(
-                    steps, params, opt_state, batches, step, config, mesh, teacher_params
+                    steps, params, opt_state, batches, step, config, mesh, teacher_params, store
                 )
             pending.append((loss, norm))
             tokens += count
@@ -244,6 +249,25 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
                 )
             del whole  # with adapters it is an extra copy of the model
             began, pending, tokens = time.monotonic(), [], 0
+        if store is not None:
+            store.remove()
+
+
+def states_of(
+    config: TrainConfig, data: TrainingBatches, steps: Steps, params: nnx.State, teacher_params: Any
+) -> KeptStates:
+    """Where the frozen model's states for config.kept_epochs epochs are kept."""
+    if jax.process_count() > 1:
+        raise FieldError(
+            "kept_epochs", config.kept_epochs, "set it to 0.", "kept_epochs is for runs of one process"
+        )
+
+    @functools.cache
+    def shapes(batch: Batch) -> Any:
+        return jax.eval_shape(steps.frozen_states, params, batch, teacher_params)
+
+    kept = [shapes(batch) for batch in data.shapes()]
+    return KeptStates(Path(config.output_dir, "kept"), kept, dataclasses.asdict(config))
 
 
 def validation_loss(

@@ -1,6 +1,7 @@
 """A training step: the loss, its gradient and the update."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from speccascade_jax.parallel import parameter_sharding, split_rows, tree_shardi
 from speccascade_jax.training.data import Batch
 from speccascade_jax.training.distillation import distillation_loss, on_policy_texts, progress
 from speccascade_jax.training.exits import joined, member_loss, split
+from speccascade_jax.training.kept_states import KeptStates
 from speccascade_jax.training.lora import adapted, shapes_of
 from speccascade_jax.training.losses import token_loss
 
@@ -26,8 +28,10 @@ Array = jax.Array
 class Steps(NamedTuple):
     """The compiled parts of a training step."""
 
-    gradients: Callable[..., Any]  # (params, batch, number, teacher_params, whether its targets are the
-    # model's own) -> summed gradients, loss, tokens
+    gradients: Callable[..., Any]  # (params, batch, number, teacher_params, frozen states if they are kept,
+    # whether its targets are the model's own) -> summed gradients, loss, tokens
+    # (params, batch, teacher_params) -> what the loss reads of the frozen model, in the training's dtype
+    frozen_states: Callable[..., Any]
     # (params, batch, number) -> the batch with targets that the model writes
     on_policy_texts: Callable[..., Any]
     update: Callable[..., Any]  # (params, opt_state, gradients, tokens) -> params, opt_state, their norm
@@ -50,10 +54,17 @@ def make_steps(
     Dropout and the texts that the model writes are functions of (seed, batch number).
     """
 
+    network = isinstance(config.model, NetworkConfig)
+
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
-    def model_loss(params, batch: Batch, teacher_params, key=None, number=None, on_policy=False):
+    def frozen_states(params, batch: Batch, teacher_params):
+        frozen, held = (model.full_pass, params) if network else (teacher.forced_states, teacher_params)
+        states = frozen(held, batch.source, batch.source_length, batch.target)
+        return jax.tree.map(lambda x: x.astype(config.dtype), states)
+
+    def model_loss(params, batch: Batch, teacher_params, key=None, number=None, states=None, on_policy=False):
         """The training loss or, without a key, the evaluation loss, which has no dropout and no
         regularisation."""
         train = key is not None
@@ -69,7 +80,9 @@ def make_steps(
         if teacher is not None and share:
             distilled = distillation_loss(
                 logits,
-                forward(teacher, teacher_params, batch),
+                forward(teacher, teacher_params, batch)
+                if states is None
+                else teacher.head_logits(teacher_params, states),
                 batch.target_length,
                 config.divergence,
                 config.method,
@@ -83,15 +96,16 @@ def make_steps(
         key = jax.random.fold_in(jax.random.key(config.seed), number)
         return on_policy_texts(model, adapted(config, params), batch, key, eos_id)
 
-    def gradients(params, batch: Batch, number, teacher_params, on_policy=False):
+    def gradients(params, batch: Batch, number, teacher_params, states=None, on_policy=False):
         trained, frozen = split(config, params)
+        states = jax.tree.map(lambda x: x.astype(jnp.float32), states)
 
         def loss_sum(trained):
             key = jax.random.fold_in(jax.random.key(config.seed, impl="rbg"), number)
             params = joined(trained, frozen)
-            if isinstance(config.model, NetworkConfig):
-                return member_loss(model, config, params, batch, key, number)
-            return model_loss(params, batch, teacher_params, key, number, on_policy)
+            if network:
+                return member_loss(model, config, params, batch, key, number, states)
+            return model_loss(params, batch, teacher_params, key, number, states, on_policy)
 
         (loss, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(trained)
         return grads, loss, count
@@ -103,7 +117,7 @@ def make_steps(
         return joined(optax.apply_updates(trained, updates), frozen), opt_state, optax.tree.norm(grads)
 
     def losses(params, batch, teacher_params=None):
-        if isinstance(config.model, NetworkConfig):
+        if network:
             return member_loss(model, config, params, batch)
         return model_loss(params, batch, teacher_params)
 
@@ -119,6 +133,7 @@ def make_steps(
     whole = parameter_sharding(mesh, (), split=False)
     return Steps(
         jax.jit(gradients, out_shardings=(grads_at, whole, whole), static_argnames="on_policy"),
+        jax.jit(frozen_states),
         jax.jit(written),
         jax.jit(update, out_shardings=(at, opt_at, whole), donate_argnums=(0, 1)),
         jax.jit(losses, out_shardings=whole),
@@ -135,10 +150,11 @@ def one_step(
     config: TrainConfig,
     mesh: Mesh,
     teacher_params: Any,
+    kept: KeptStates | None = None,
 ) -> tuple[nnx.State, Any, Array, Array, int]:
     """Makes one update from the next config.accumulate batches. Returns params, opt_state, loss, gradient
     norm and the number of data tokens. A share config.on_policy of the batches, chosen by (seed, number),
-    gets targets that the model writes."""
+    gets targets that the model writes. `kept`: the frozen model's states, if they are kept."""
     sums: Any = None
     tokens = 0
     for number in range(step * config.accumulate, (step + 1) * config.accumulate):
@@ -148,7 +164,13 @@ def one_step(
         placed = split_rows(mesh, batch)
         if on_policy:
             placed = steps.on_policy_texts(params, placed, jnp.uint32(number))
-        summed = steps.gradients(params, placed, jnp.uint32(number), teacher_params, on_policy=on_policy)
+        states = None
+        if kept is not None:
+            compute = partial(steps.frozen_states, params, placed, teacher_params)
+            states = split_rows(mesh, kept.of(number, compute))
+        summed = steps.gradients(
+            params, placed, jnp.uint32(number), teacher_params, states, on_policy=on_policy
+        )
         sums = summed if sums is None else jax.tree.map(jnp.add, sums, summed)
     grads, loss, count = sums
     params, opt_state, norm = steps.update(params, opt_state, grads, count)
