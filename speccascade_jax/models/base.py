@@ -63,12 +63,8 @@ class FlaxModel:
         return jax.tree.map(lambda x: x, skeleton(self)[1])  # a copy, because loading fills it in place
 
 
-class SingleModel(FlaxModel):
-    """A model whose cache is a T5Cache or a DecoderCache."""
-
-    def decoder_of(self, params: nnx.State) -> Any:
-        """The network that reads such a cache."""
-        return self.merged(params)
+class ForcedModel(FlaxModel):
+    """A model that can read a text that is known, by teacher forcing."""
 
     def forced(
         self,
@@ -98,6 +94,17 @@ class SingleModel(FlaxModel):
 
     def head_logits(self, params: nnx.State, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The logits of forced_states()."""
+        raise NotImplementedError
+
+
+class SingleModel(ForcedModel):
+    """A model whose cache is a T5Cache or a DecoderCache."""
+
+    def decoder_of(self, params: nnx.State) -> Any:
+        """The network that reads such a cache."""
+        return self.merged(params)
+
+    def head_logits(self, params: nnx.State, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         return self.decoder_of(params).logits(states, lambda x: x)
 
     def roll_back(self, cache: Any, length: Int[AnyArray, " B"]) -> Any:

@@ -20,7 +20,7 @@ from speccascade_jax.models.base import Keys
 from speccascade_jax.models.cache import DecoderCache, T5Cache
 from speccascade_jax.models.decoder import Decoder, DecoderConfig, DecoderModel
 from speccascade_jax.models.layers import AfterLayer, Linear, last_written
-from speccascade_jax.models.members import Member, NetworkShape, TaughtModel, beneath, members
+from speccascade_jax.models.members import FlaxNetwork, Member, NetworkShape, beneath, members
 from speccascade_jax.models.t5 import T5, T5Config, T5Model
 
 Array = jax.Array
@@ -102,7 +102,7 @@ class Exits(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExitsModel(TaughtModel):
+class ExitsModel(FlaxNetwork):
     """A network whose members are its exits, named by their numbers of layers, and the full model.
 
     Used alone, it is the full model, and has the same initial parameters as the full model with the same
@@ -148,17 +148,6 @@ class ExitsModel(TaughtModel):
 
         return nnx.from_flat_state(beneath("full", full) | beneath("exits", jax.jit(begun)(full)))
 
-    def forced(
-        self,
-        params: nnx.State,
-        source: Int[AnyArray, "B S"],
-        source_length: Int[AnyArray, " B"],
-        target: Int[AnyArray, "B T"],
-        key: Array | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Teacher forcing by the full model."""
-        return self.full.forced(params["full"], source, source_length, target, key)
-
     def full_pass(
         self,
         params: nnx.State,
@@ -176,7 +165,7 @@ class ExitsModel(TaughtModel):
             streams[number + 1] = after(number, before, new)
             return streams[number + 1]
 
-        last = self.full.forced_states(params["full"], source, source_length, target, key, kept)
+        last = self.forced_states(params, source, source_length, target, key, kept)
         return *(streams[depth] for depth in self.config.layers), last
 
     def member_logits(
@@ -192,7 +181,7 @@ class ExitsModel(TaughtModel):
         network, (*streams, last) = self.merged(params), read
         return (
             *(head(stream, network.full) for head, stream in zip(network.exits, streams, strict=True)),
-            self.full.head_logits(params["full"], last),
+            self.head_logits(params, last),
         )
 
     def prefill(

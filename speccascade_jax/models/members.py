@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from speccascade_jax.core.protocols import AnyArray, Array, Cache, Params, Prefix
-from speccascade_jax.models.base import FlaxModel, Keys
+from speccascade_jax.models.base import ForcedModel, Keys
 from speccascade_jax.models.layers import AfterLayer, last_written
 
 
@@ -130,8 +130,28 @@ def members(network: Network) -> tuple[Member, ...]:
     return tuple(Member(network, number) for number in range(len(network.names)))
 
 
-class TaughtModel(FlaxModel):
-    """A network whose small members can learn from its full model."""
+class FlaxNetwork(ForcedModel):
+    """A network, alone its full model, whose small members can learn from that."""
+
+    @property
+    def full(self) -> Any:
+        """The full model without the small members."""
+        raise NotImplementedError
+
+    def forced_states(
+        self,
+        params: nnx.State,
+        source: Int[AnyArray, "B S"],
+        source_length: Int[AnyArray, " B"],
+        target: Int[AnyArray, "B T"],
+        key: Array | None = None,
+        after: AfterLayer = last_written,
+    ) -> Float[Array, "B T D"]:
+        part = params[self.config.full_part]
+        return self.full.forced_states(part, source, source_length, target, key, after)
+
+    def head_logits(self, params: nnx.State, states: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return self.full.head_logits(params[self.config.full_part], states)
 
     def forced_members(
         self,
@@ -174,7 +194,7 @@ class TaughtModel(FlaxModel):
         raise NotImplementedError
 
 
-class PairModel(TaughtModel):
+class PairModel(FlaxNetwork):
     """A network of two members, "drafter" and "verifier", with parameters under these names. Used alone it is
     the verifier. Its Flax network has draft(tokens, cache), the drafter's extend(), and advance(tokens,
     cache), which returns the input of verifier.logits() in place of logits.
@@ -187,11 +207,6 @@ class PairModel(TaughtModel):
     by_place: ClassVar[bool] = True
     """Whether it depends only on the text and on where the last draft began, because the drafter's entries
     for committed tokens are those made by the verifier."""
-
-    @property
-    def full(self) -> Any:
-        """The verifier without the drafter."""
-        raise NotImplementedError
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -209,17 +224,6 @@ class PairModel(TaughtModel):
             return nnx.state(network)
 
         return nnx.from_flat_state(beneath("verifier", full) | dict(nnx.to_flat_state(jax.jit(begun)())))
-
-    def forced(
-        self,
-        params: nnx.State,
-        source: Int[AnyArray, "B S"],
-        source_length: Int[AnyArray, " B"],
-        target: Int[AnyArray, "B T"],
-        key: Array | None = None,
-    ) -> Float[Array, "B T V"]:
-        """Teacher forcing by the verifier."""
-        return self.full.forced(params["verifier"], source, source_length, target, key)
 
     def extend(
         self, params: nnx.State, tokens: Int[AnyArray, "B T"], cache: Any

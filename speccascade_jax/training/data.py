@@ -296,7 +296,7 @@ class TrainingBatches:
     def shapes(self) -> list[Batch]:
         """The shapes of every batch of the first `epochs` epochs."""
 
-        def shape(*size: int) -> jax.ShapeDtypeStruct:
+        def shape(*size: int) -> Any:
             return jax.ShapeDtypeStruct(size, np.int32)
 
         epochs = [self._epoch(epoch) for epoch in range(self.epochs or 0)]

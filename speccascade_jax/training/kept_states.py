@@ -60,10 +60,12 @@ class KeptStates:
                 return jax.tree.map(lambda x: np.fromfile(file, x.dtype, x.size).reshape(x.shape), shapes)
         arrays = jax.device_get(compute())
         part = path.with_suffix(f".{os.getpid()}.part")
-        with part.open("wb") as file:
-            for array in jax.tree.leaves(arrays):
-                array.tofile(file)
-        part.replace(path)
+        try:
+            with part.open("wb") as file:
+                file.writelines(array.tobytes() for array in jax.tree.leaves(arrays))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
         return arrays
 
     def remove(self) -> None:
