@@ -46,6 +46,28 @@ LOSSLESS_BATCHES = Experiment(
     "lossless",
     speeds.Lossless(batch_sizes=(16,), timed=32, suffix="-batches", **LOSSLESS),
 )
+LOSSLESS_SHARED = tuple(
+    Experiment(
+        f"lossless-shared-{dtype}",
+        f"How much faster lossless decoding is if the drafter reads the verifier's encoder, in {dtype}.",
+        "lossless",
+        races.Race(
+            key=f"shared-{dtype}",
+            baseline="demo",
+            runners=tuple(
+                races.Runner(config, size)
+                for config in ("demo", "demo_shared")
+                for size in LOSSLESS["block_sizes"]
+            ),
+            temperatures=LOSSLESS["temperatures"],
+            timed=96,
+            trials=LOSSLESS["trials"],
+            dtype=dtype,
+            least_source=20,
+        ),
+    )
+    for dtype in LOSSLESS["dtypes"]
+)
 WHOLE_RUNS = Experiment(
     "whole-runs",
     "How much faster whole runs of decode.py are than those of the verifier alone.",
@@ -535,6 +557,7 @@ EXPERIMENTS = {
     for experiment in (
         LOSSLESS_SPEEDS,
         LOSSLESS_BATCHES,
+        *LOSSLESS_SHARED,
         WHOLE_RUNS,
         BLOCK_CALLS,
         BLOCK_EXPECTED,

@@ -56,7 +56,7 @@ def test_logits_agree_with_hugging_face(config, tmp_path):
 def test_teacher_forcing_equals_decoding(tiny):
     model, params = tiny
     decoder_input = np.pad(TARGET[:, :-1], ((0, 0), (1, 0)))
-    forced = nnx.merge(model.graphdef(), params)(*map(jnp.asarray, (SOURCE, LENGTH, decoder_input)))
+    forced = model.forced(params, SOURCE, LENGTH, TARGET)
     stepped, _ = in_blocks(model, params, decoder_input, [5, 25], prefilled(model, params))
     np.testing.assert_allclose(forced, stepped, rtol=0, atol=1e-5)
 
