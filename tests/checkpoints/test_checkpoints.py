@@ -95,7 +95,7 @@ def test_t5x_checkpoints_reproduce_t5x_logits(folder, reference, tmp_path):
 
     source, target = jnp.asarray(source), jnp.asarray(target)
     length = jnp.array([source.shape[1]], jnp.int32)
-    forced = nnx.merge(model.graphdef(), params)(source, length, target)
+    forced = model.head_logits(params, model.merged(params)(source, length, target))
     np.testing.assert_allclose(forced, logits, rtol=0, atol=1e-5)
     _, cache = prefill(model, params, source, length, target.shape[1])
     for begin, end in ((0, 3), (3, 4), (4, 8)):
