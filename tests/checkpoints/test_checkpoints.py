@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorstore
 from corpora import SENTENCES
-from flax import nnx, serialization, traverse_util
+from flax import serialization, traverse_util
 from processes import REPOSITORY, devices, run
 from safetensors.numpy import load_file, save_file
 from shapes import TINY_T5, TINY_T5_1_0
