@@ -23,6 +23,7 @@ from speccascade_jax.core.errors import FieldError
 from speccascade_jax.core.methods import Method
 from speccascade_jax.core.rules import METHODS, TRAINED
 from speccascade_jax.core.samplers.lookup import MODEL_FREE, split_drafter
+from speccascade_jax.core.samplers.named import SINGLE_MODEL
 from speccascade_jax.models import TrainedConfig
 from speccascade_jax.models.dtypes import DTYPES, automatic_dtype
 from speccascade_jax.settings import NAMED, NO_FILE, Choice, Settings, named, names_of
@@ -376,6 +377,17 @@ class DecodeConfig(Settings):
         if self.models:
             return [(f"model {n}", path) for n, path in enumerate(self.models)]
         return [("the drafter", self.drafter), ("the verifier", self.verifier)]
+
+    @property
+    def models_alone(self) -> tuple[str, ...]:
+        """The methods by which one model decodes alone, the verifier's first: those whose model has a
+        checkpoint."""
+        paths = [path for _, path in self.roles]
+        return tuple(
+            name
+            for name, scheme in SINGLE_MODEL.items()
+            if scheme.model is not None and split_drafter(paths[scheme.model])[1]
+        )
 
     @property
     def folders(self) -> list[tuple[str, str]]:

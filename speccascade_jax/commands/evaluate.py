@@ -62,8 +62,9 @@ class Arguments:
     """The training config that defines the task. Default: the task of --config."""
     split: str = "test"
     """The split to score: train, validation or test."""
-    methods: tuple[str, ...] = ("verifier", "drafter")
-    """Methods to evaluate, one after the other, all with the same alpha, temperature and other settings."""
+    methods: tuple[str, ...] | None = None
+    """Methods to evaluate, one after the other, all with the same alpha, temperature and other settings.
+    Default: the verifier alone, and the drafter alone if it is a model."""
     join: int | None = None
     """Join between one and this many examples into one. Default: the task's number."""
     limit: int | None = None
@@ -84,6 +85,11 @@ class Arguments:
     """With --ray: the number of examples per shard."""
     profile: str | None = None
     """A new folder for a trace of the run, which XProf, TensorBoard and Perfetto can open."""
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The methods to evaluate."""
+        return self.run.models_alone if self.methods is None else self.methods
 
 
 def settings_of(arguments: Arguments, method: str, first: int = 0) -> dict[str, Any]:
@@ -167,9 +173,9 @@ def figures_of(
 
 def check(arguments: Arguments, task: Task) -> None:
     """Raises ValueError for mistakes that would otherwise surface only after hours of decoding."""
-    if not arguments.methods:
+    if not arguments.compared:
         raise FieldError("methods", (), "give one or more.", "--methods is empty")
-    for method in arguments.methods:
+    for method in arguments.compared:
         arguments.run.by(method).check()
     at_least(1, limit=arguments.limit, shard_size=arguments.shard_size, ray_workers=arguments.ray_workers)
     if arguments.ray is not None and (arguments.output is None or arguments.cluster is not None):
@@ -190,7 +196,7 @@ def check(arguments: Arguments, task: Task) -> None:
             raise FieldError(
                 "output", str(folder), "--output is a folder.", f"cannot write {folder}: {error.strerror}"
             ) from None
-        for method in dict.fromkeys(arguments.methods):
+        for method in dict.fromkeys(arguments.compared):
             path = folder / f"{method}.jsonl"
             written |= {f"{method}'s file of --output": path, f"{method}'s settings": settings_file(path)}
     read = {
@@ -210,7 +216,7 @@ def evaluate(arguments: Arguments) -> None:
     check(arguments, task)
     check_methods(
         arguments.run,
-        [arguments.run.settings.by(method) for method in arguments.methods],
+        [arguments.run.settings.by(method) for method in arguments.compared],
     )
     with joined(arguments.cluster) as job:
         evaluate_with(job, arguments, task)
@@ -221,17 +227,17 @@ def evaluate_with(job: Job, arguments: Arguments, task: Task) -> None:
     if arguments.ray is None:  # otherwise each worker has its own machine
         arguments = dataclasses.replace(arguments, run=arguments.run.on_this_machine())
     run, screen = arguments.run, console(quiet=not job.first)
-    job.agree(settings_of(arguments, "", 0) | {"methods": arguments.methods, "batch_size": run.batch_size})
+    job.agree(settings_of(arguments, "", 0) | {"methods": arguments.compared, "batch_size": run.batch_size})
     examples = joined_examples(task, getattr(task, arguments.split))[: arguments.limit]
     sources, references = zip(*examples, strict=True)
     apart = run.tensor_parallel == 1
     cascade = Cascade.from_config(run, local_mesh() if apart else decoding_mesh(run.tensor_parallel))
-    for method in arguments.methods:  # better now than after hours of decoding
+    for method in arguments.compared:  # better now than after hours of decoding
         cascade.checked(run.settings.by(method), {})
     if not run.truncate:
         cascade.encode(sources)
     first = None
-    for method in arguments.methods:
+    for method in arguments.compared:
         before = cascade.clock.decode_seconds
         if arguments.ray is None:
             with profiled(Path(arguments.profile, method) if arguments.profile else None):

@@ -5,8 +5,6 @@ import json
 from typing import Any
 
 from speccascade_jax.config import DecodeConfig, dtype_of
-from speccascade_jax.core.samplers.lookup import split_drafter
-from speccascade_jax.core.samplers.named import SAMPLERS
 from speccascade_jax.evaluation.turns import Cascades, Times, times_as_fast, tokens_a_call
 from speccascade_jax.experiments.findings import (
     Bench,
@@ -80,24 +78,18 @@ class Race:
         times = times_of(bench, f"{self.key}.jsonl", decoders, texts, self.trials)
         rows = list[list[Any]]()
         for temperature in self.temperatures:
-            names = [(f"{model} alone", "") for model in self._models[1:]]
+            names = [(f"{model} alone", "") for model in pair(self.baseline).models_alone[1:]]
             names += [(runner.name, runner.block_size) for runner in self.runners]
             alone, *others = (times[f"{temperature:g}, {n}"] for n in range(1 + len(names)))
             for (name, size), taken in zip(names, others, strict=True):
                 rows.append([f"{temperature:g}", name, size, *rates(taken), f"{times_as_fast(taken, alone)}"])
         return Findings({self.key: self._table(rows)})
 
-    @property
-    def _models(self) -> list[str]:
-        """Those that decode alone, the verifier first: all that have a checkpoint."""
-        paths = [path for _, path in pair(self.baseline).roles]
-        models = {name: scheme.model for name, scheme in SAMPLERS.items() if scheme.model is not None}
-        return [name for name, place in models.items() if split_drafter(paths[place])[1]]
-
     def _decoders(self, temperature: float, stored: str | None) -> list[DecodeConfig]:
         """The models alone, and the runners."""
         same: dict[str, Any] = {"alpha": 0.0, "temperature": temperature, "dtype": self.dtype}
-        alone = (Runner(self.baseline, 1).run(method=model, **same) for model in self._models)
+        models = pair(self.baseline).models_alone
+        alone = (Runner(self.baseline, 1).run(method=model, **same) for model in models)
         return [*alone, *(runner.run(stored, method=self.method, **same) for runner in self.runners)]
 
     def _stored(self, bench: Bench, temperature: float) -> str | None:

@@ -14,6 +14,7 @@ from processes import SCRIPTS, devices, finish, start_cluster
 from refusals import check_about, refusals
 
 from speccascade_jax.commands import evaluate
+from speccascade_jax.config import DEMO
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "birds", "sing", "in", "old", "tree", "why", "not"]
 CONFIG = """
@@ -116,6 +117,21 @@ def test_killed_at_random_points_it_loses_and_repeats_nothing(tiny, alone, tmp_p
     process = start(arguments, environment(tmp_path))
     assert process.wait(timeout=300) == 0, process.stderr.read()
     assert texts(tmp_path / "texts") == alone
+
+
+@pytest.mark.parametrize(
+    "argv, methods",
+    [
+        (["--config=e2e"], ("verifier", "drafter")),
+        (["--config=e2e_lookup"], ("verifier",)),
+        (["--config=e2e", "--drafter=lookup"], ("verifier",)),
+        (["--config=e2e", f"--drafter=lookup+{DEMO / 'e2e_drafter'}"], ("verifier", "drafter")),
+        (["--config=e2e_lookup", "--methods", "speculative"], ("speculative",)),
+    ],
+)
+def test_the_models_are_compared_by_default(argv, methods):
+    """Lookup is no model that could decode alone."""
+    assert evaluate.parse(argv).compared == methods
 
 
 @pytest.mark.full
