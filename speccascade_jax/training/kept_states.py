@@ -45,9 +45,10 @@ class KeptStates:
         if needed - held > free:
             raise FieldError(
                 "kept_epochs",
-                len(self.shapes),
+                needed,
                 "lower it, or choose an --output-dir on a larger disk.",
-                f"it keeps {needed / GIB:,.1f} GiB, and {self.folder} has room for {free / GIB:,.1f}",
+                f"kept_epochs needs {needed / GIB:,.1f} GiB, and {self.folder} has room for "
+                f"{(free + held) / GIB:,.1f}",
             )
 
     def of(self, number: int, compute: Callable[[], Any]) -> Any:

@@ -153,6 +153,10 @@ def train(config: TrainConfig, metric: Metric | None = None, ship: bool = False)
     config or its files are unusable or the loss diverges; earlier saves stay intact.
     """
     check(config, ship)
+    if config.kept_epochs and jax.process_count() > 1:
+        raise FieldError(
+            "kept_epochs", config.kept_epochs, "set it to 0.", "kept_epochs is for runs of one process"
+        )
     mesh, run = make_mesh(), Path(config.output_dir)
     first = jax.process_index() == 0
     with locked(run) if first else contextlib.nullcontext():
@@ -257,10 +261,6 @@ def states_of(
     config: TrainConfig, data: TrainingBatches, steps: Steps, params: nnx.State, teacher_params: Any
 ) -> KeptStates:
     """Where the frozen model's states for config.kept_epochs epochs are kept."""
-    if jax.process_count() > 1:
-        raise FieldError(
-            "kept_epochs", config.kept_epochs, "set it to 0.", "kept_epochs is for runs of one process"
-        )
 
     @functools.cache
     def shapes(batch: Batch) -> Any:

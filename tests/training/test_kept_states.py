@@ -225,6 +225,12 @@ def test_runs_without_anything_to_keep_are_refused(student, changes, message):
         check(dataclasses.replace(student, **changes))
 
 
+def test_runs_of_several_processes_are_refused_before_work_starts(student, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(FieldError, match="runs of one process"):
+        train(student)
+
+
 def test_a_full_model_that_is_trained_is_refused(student):
     config = dataclasses.replace(
         student, model=KINDS["exits"], teacher=None, exits=ExitTraining(frozen=False)
