@@ -50,7 +50,7 @@ def test_a_slice_of_full_size_is_the_verifier_in_other_coordinates(verifier):
     kept = network.states.kernel[...] * full.decoder_norm.scale[...][:, None]  # [D, D]
     np.testing.assert_allclose(kept.T @ kept, np.eye(16), atol=1e-5)
     rng = np.random.default_rng(1)
-    x, encoded = rng.standard_normal((2, 5, 16)), rng.standard_normal((2, 7, 16))
+    x, encoded = (jnp.asarray(rng.standard_normal((2, size, 16)), jnp.float32) for size in (5, 7))
     if not verifier.tied_embeddings:
         np.testing.assert_allclose(drafter.logits(x @ kept), full.logits(x), atol=1e-4)
     states = full.decoder_norm(x)
@@ -60,7 +60,7 @@ def test_a_slice_of_full_size_is_the_verifier_in_other_coordinates(verifier):
     np.testing.assert_array_equal(
         drafter.decoder_bias[...], biases if verifier.shared_position_bias else biases[1:]
     )
-    bias = np.zeros((1, 1, 1, 1))
+    bias = jnp.zeros((1, 1, 1, 1))
     for layer, whole in zip(drafter.decoder, list(full.decoder)[1:], strict=True):
         for part, norm in (("attention", "attention_norm"), ("cross", "cross_norm")):
             here, there = getattr(layer, part), getattr(whole, part)
@@ -104,7 +104,7 @@ def test_the_directions_are_those_that_the_head_reads():
         network.verifier.head.kernel[...] = kernel
 
     network = network_of(VERIFIER, change=narrow, d_model=8, num_heads=2, d_ff=8, num_decoder_layers=1)
-    states = np.random.default_rng(1).standard_normal((2, 5, 16))
+    states = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16)), jnp.float32)
     drafted = network.drafter.head(network.states(states))
     np.testing.assert_allclose(drafted, network.verifier.head(states), atol=1e-3)
 
