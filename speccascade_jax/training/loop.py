@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from speccascade_jax.checkpoints import huggingface, native, tokenizer_files
-from speccascade_jax.checkpoints.arrays import Placement, reason
+from speccascade_jax.checkpoints.arrays import Placement, checksum, reason
 from speccascade_jax.config import Task, TrainConfig
 from speccascade_jax.core.errors import FieldError
 from speccascade_jax.inference.outputs import OutputFile
@@ -260,14 +260,21 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
 def states_of(
     config: TrainConfig, data: TrainingBatches, steps: Steps, params: nnx.State, teacher_params: Any
 ) -> KeptStates:
-    """Where the frozen model's states for config.kept_epochs epochs are kept."""
+    """Where the frozen model's states for config.kept_epochs epochs are kept. Checksums detect weights or texts
+    that have changed under the same name."""
 
     @functools.cache
     def shapes(batch: Batch) -> Any:
         return jax.eval_shape(steps.frozen_states, params, batch, teacher_params)
 
+    frozen = split(config, params)[1] if isinstance(config.model, NetworkConfig) else teacher_params
+    settings = {
+        "config": dataclasses.asdict(config),
+        "weights": native.checksums(nnx.to_pure_dict(frozen)),
+        "texts": [checksum(array) for table in (data.sources, data.targets) for array in table],
+    }
     kept = [shapes(batch) for batch in data.shapes()]
-    return KeptStates(Path(config.output_dir, "kept"), kept, dataclasses.asdict(config))
+    return KeptStates(Path(config.output_dir, "kept"), kept, settings)
 
 
 def validation_loss(

@@ -55,13 +55,14 @@ def make_steps(
     """
 
     network = isinstance(config.model, NetworkConfig)
-    frozen: Any = model if network else teacher
+    taught_by: Any = model if network else teacher
 
     def forward(model, params, batch, key=None):
         return model.forced(params, batch.source, batch.source_length, batch.target, key)
 
     def frozen_states(params, batch: Batch, teacher_params):
-        read, held = (frozen.full_pass, params) if network else (frozen.forced_states, teacher_params)
+        read = taught_by.full_pass if network else taught_by.forced_states
+        held = params if network else teacher_params
         states = read(held, batch.source, batch.source_length, batch.target)
         return jax.tree.map(lambda x: x.astype(config.dtype), states)
 
@@ -80,10 +81,12 @@ def make_steps(
         share = 1.0 if on_policy else config.distillation  # the model's own texts are no data
         if teacher is not None and share:
             if states is None:
-                states = frozen.forced_states(teacher_params, batch.source, batch.source_length, batch.target)
+                states = taught_by.forced_states(
+                    teacher_params, batch.source, batch.source_length, batch.target
+                )
             distilled = distillation_loss(
                 logits,
-                frozen.head_logits(teacher_params, states),
+                taught_by.head_logits(teacher_params, states),
                 batch.target_length,
                 config.divergence,
                 config.method,

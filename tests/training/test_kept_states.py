@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,46 @@ def test_a_killed_run_with_kept_states_ends_as_an_uninterrupted_one(student, tmp
     assert starts == [0, 20]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("changed", ["teacher", "texts"])
+def test_states_of_what_has_changed_under_its_name_are_not_used(changed, student, tmp_path, monkeypatch):
+    """All states are computed anew, although every array has the shape that it had."""
+    train_file, teacher = tmp_path / "train.jsonl", tmp_path / "teacher"
+    lines = Path(student.task.train).read_text().splitlines()
+    train_file.write_text("\n".join(lines))
+    shutil.copytree(student.teacher, teacher)
+    config = dataclasses.replace(
+        student,
+        output_dir=str(tmp_path / "run"),
+        teacher=str(teacher),
+        task=dataclasses.replace(student.task, train=str(train_file)),
+    )
+    calls, of, from_step = [], KeptStates.of, TrainingBatches.from_step
+
+    def counted(self, number, compute):
+        return of(self, number, lambda: (calls.append(number), compute())[1])
+
+    def dying(self, step):
+        yield from itertools.islice(from_step(self, step), 33)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KeptStates, "of", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingBatches, "from_step", dying)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    count = len(calls)
+    if changed == "texts":  # as many tokens in the same places
+        train_file.write_text("\n".join(line.replace("eins", "zwei") for line in lines))
+    else:
+        other = dataclasses.replace(student, output_dir=str(tmp_path / "other"), teacher=None)
+        shutil.rmtree(teacher)
+        train(dataclasses.replace(other, steps=20, kept_epochs=0)).rename(teacher)
+    calls.clear()
+    train(config)
+    assert len(calls) == count
+
+
 def test_arrays_are_read_as_they_were_written(tmp_path):
     """In every dtype; numbers wrap around; other settings discard what is kept."""
     arrays = [
@@ -208,7 +249,10 @@ def test_a_disk_that_is_too_small_is_refused_before_work_starts(tmp_path, monkey
         KeptStates(tmp_path / "kept", shapes, {})
     assert not (tmp_path / "kept").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, 2 * free))
-    KeptStates(tmp_path / "kept", shapes, {})
+    kept = KeptStates(tmp_path / "kept", shapes, {})
+    kept.of(0, lambda: np.zeros((1024, 1024), np.float32))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))
+    KeptStates(tmp_path / "kept", shapes, {})  # what is there already needs no room
 
 
 @pytest.mark.parametrize(
