@@ -260,8 +260,8 @@ def train_locked(config: TrainConfig, metric: Metric | None, mesh: Mesh) -> None
 def states_of(
     config: TrainConfig, data: TrainingBatches, steps: Steps, params: nnx.State, teacher_params: Any
 ) -> KeptStates:
-    """Where the frozen model's states for config.kept_epochs epochs are kept. Checksums detect weights or texts
-    that have changed under the same name."""
+    """Where the frozen model's states for config.kept_epochs epochs are kept. Checksums detect weights or
+    texts that have changed under the same name."""
 
     @functools.cache
     def shapes(batch: Batch) -> Any:
